@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -121,7 +122,9 @@ def load_weights(
     absent = [slot.names[0] for slot in slots if not given[id(slot.tensor)]]
     missing = [file for name in absent for file in stored.get(name, [name]) if file not in contents.entries]
     known = {name for slot in slots for name in slot.names}
-    unexpected = [name for name in tensors if name not in known and name not in contents.own]
+    unexpected = [
+        name for name in tensors if name not in known and name not in contents.own and not _unused(model, name)
+    ]
     errors = [*found.errors, *_wrong_shapes(slots, tensors)]
     if strict:
         errors = [*_named("Missing", missing), *_named("Unexpected", unexpected), *errors]
@@ -173,6 +176,12 @@ def _slots(model: nn.Module) -> Iterator[_Slot]:
         )
 
 
+def _unused(model: nn.Module, name: str) -> bool:
+    """Whether a class of transformers says that it does without a tensor: DeepSeek-V3's layers of several tokens."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
 def _refuse_sharded(model: nn.Module, slots: Iterable[_Slot], tensors: Mapping[str, Entry | JoinedEntry]) -> None:
     """Raises NotImplementedError for sharded parameters of which a rank could not read its part."""
     by_fsdp: set[int] = set()
@@ -222,7 +231,7 @@ def _wrong_shapes(slots: Iterable[_Slot], tensors: Mapping[str, Entry | JoinedEn
                 errors.append(f"{name} is an FP8 weight in the checkpoint, and a buffer of the model.")
             elif slot.tensor.is_floating_point() and not value.dtype.is_floating_point:
                 errors.append(
-                    f"{name} is {short_name(value.dtype)} without scales in {value.shard.path}, and "
+                    f"{name} is {short_name(value.dtype)} without scales in {value.shards[0].path}, and "
                     f"{short_name(slot.tensor.dtype)} in the model."
                 )
     return errors

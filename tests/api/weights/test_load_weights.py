@@ -161,6 +161,17 @@ ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], None], type[Exception], st
 }  # fmt: skip
 
 
+def test_tensors_that_a_class_of_transformers_does_without(tmp_path: Path) -> None:
+    """Such as DeepSeek-V3's layers that predict several tokens."""
+    save_file({**tensors(), "layers.61.norm": torch.ones(4)}, tmp_path / "model.safetensors")
+    model = Model()
+    model._keys_to_ignore_on_load_unexpected = [r"layers\.61.*"]  # type: ignore[assignment]
+    assert fp8fn.load_weights(model, tmp_path).unexpected_keys == []
+    model._keys_to_ignore_on_load_unexpected = [r"layers\.62.*"]  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "layers.61.norm"'):
+        fp8fn.load_weights(model, tmp_path)
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_leaves_the_module_as_it_was(name: str, tmp_path: Path) -> None:
     change, error, message = ERRORS[name]
