@@ -37,11 +37,6 @@ def mark(graph: Graph) -> None:
             given = arguments_of(node)
             sides = (given["a"], given["a_scale"], [1, 32], given["b"], given["b_scale"], [32, 1])
             _replace(graph, node, _OPS.scaled_mm.default, (*sides, given["bias"], given["out_dtype"], True))
-        elif node.target is _OPS.grouped_mm_a16w8.default:
-            given = arguments_of(node)
-            if given["activations"] != "16bit":  # the rows would decide, and the product in FP8 has no such kernel
-                given["activations"] = "16bit"
-                _replace(graph, node, node.target, tuple(given.values()))
         elif node.target in (_OPS.mm_a16w8.default, _OPS.scaled_mm.default):
             given = arguments_of(node)
             _check_rows(node, given)

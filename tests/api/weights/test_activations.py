@@ -135,15 +135,6 @@ def test_one_dynamic_graph_of_groups_decides_at_each_call(backend: str) -> None:
             assert same_bits(compiled(x, ends), model(x, ends)), m
 
 
-def test_a_batch_invariant_graph_reads_groups_in_16_bits() -> None:
-    """The number of rows must not decide, and groups in FP8 have no batch-invariant kernel."""
-    model, x = Experts(), torch.randn(600, 384)
-    ends = torch.tensor([100, 100, 600], dtype=torch.int32)
-    compiled = torch.compile(model, backend="fp8fn", options={"batch_invariant": True}, fullgraph=True)
-    with torch.no_grad():
-        assert snr(compiled(x, ends), by_groups(x, values(model.weight).mT, ends)) > 100
-
-
 def test_explain_says_how_groups_are_read() -> None:
     for m, kernel in (
         (300, "fp8fn::grouped_mm_a16w8, activations in 16 bits: 100 rows, of which 128 are few"),
