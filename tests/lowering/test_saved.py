@@ -361,7 +361,8 @@ def test_a_sum_that_inductor_does_not_round(rounds: bool, fresh_dynamo: None) ->
         call = torch.compile(model, backend="fp8fn", options=options)
         results[save] = compiled_step(call, model)
     assert results["exact"].loss == results["all"].loss
-    assert results["exact"].worst_snr(results["all"]) > (200 if rounds else 35)
+    exact = rounds and torch.__version__ >= "2.13"  # PyTorch 2.11 does not round this sum with the option either
+    assert results["exact"].worst_snr(results["all"]) > (200 if exact else 35)
 
 
 def test_the_backward_reads_what_the_forward_read(fresh_dynamo: None) -> None:

@@ -204,7 +204,7 @@ def test_copies_and_files(scale: ScaleFormat, block: Block, how: str, tmp_path: 
 @pytest.mark.parametrize("parameter", [True, False])
 def test_attributes_of_a_weight_are_kept_where_pytorch_keeps_them(how: str, parameter: bool, tmp_path: Path) -> None:
     def again(tensor: Any) -> Any:
-        tensor.shard, tensor.names = 3, ["q", "k"]
+        tensor.shard, tensor.parts = 3, ["q", "k"]
         if how in ("copy", "deepcopy"):
             return getattr(copy, how)(tensor)
         if how == "pickle":
@@ -215,8 +215,8 @@ def test_attributes_of_a_weight_are_kept_where_pytorch_keeps_them(how: str, para
     w = make(256, 128)
     given, plain = (nn.Parameter(each, requires_grad=False) if parameter else each for each in (w, torch.ones(2)))
     found, expected = again(given), again(plain)
-    assert [getattr(found, name, None) for name in ("shard", "names")] == [
-        getattr(expected, name, None) for name in ("shard", "names")
+    assert [getattr(found, name, None) for name in ("shard", "parts")] == [
+        getattr(expected, name, None) for name in ("shard", "parts")
     ]
     assert same(found, w)
     assert isinstance(found, nn.Parameter) == parameter
