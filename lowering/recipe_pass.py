@@ -30,6 +30,8 @@ from fp8fn.site import Where, matches, patterns_of, why_none_match, why_not, why
 from fp8fn.weights.fp8_weight import is_gathered
 
 _log = logging.getLogger("fp8fn")
+# The patterns of a `where` that a graph of this process had weights for.
+_MATCHED: Final = set[str]()
 _MOST_REASONS: Final = 3
 
 
@@ -149,10 +151,6 @@ def rewrite(
         if isinstance(module, GraphModule):
             module.recompile()
     return decisions
-
-
-# The patterns of a `where` that a graph of this process had weights for.
-_MATCHED: Final = set[str]()
 
 
 def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> None:

@@ -284,7 +284,7 @@ def check_dtype(name: str, dtype: object) -> None:
 
 
 def _attributes(weight: FP8Weight) -> dict[str, Any]:
-    """What a user has set on a weight."""
+    """The attributes that a user has set on a weight."""
     return {name: value for name, value in weight.__dict__.items() if name not in _OWN_ATTRIBUTES}
 
 

@@ -375,7 +375,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "a transposed row": lambda w: w.T[:, 3].zero_(),
     "an optimizer": lambda w: torch._foreach_add_([w], 1),
 }
-# Of views that have no FP8 form.
+# Views that have no FP8 form.
 WRITES_INTO_DENSE_VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "w[5, 3] = 1": lambda w: w.__setitem__((5, 3), 1.0),
     "w[:, ::2] = 0": lambda w: w.__setitem__((slice(None), slice(None, None, 2)), 0.0),
