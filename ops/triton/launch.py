@@ -82,6 +82,7 @@ class TritonLaunch(Launch):
 
         chosen = self.target if target is None else target
         gpu = chosen.to_triton() if isinstance(chosen, Target) else chosen
+        _check_architecture(gpu)
         backend = make_backend(gpu)
         # The JIT's own binder and packer, so that what is compiled here is what a device would run.
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
@@ -107,6 +108,27 @@ class TritonLaunch(Launch):
             if isinstance(tensor, Tensor):
                 return tensor.get_device()
         raise ValueError(f"launch of {self.name} has no tensor among its arguments, so no device")
+
+
+class SecondArchitectureError(RuntimeError):
+    """Triton before 3.7 keeps the FP8 conversions of the first AMD architecture for the life of a process.
+
+    For gfx950 after gfx942 it would convert by integer operations, and for gfx942 after gfx950 it fails.
+    """
+
+
+_first: dict[str, str] = {}  # the first architecture of each backend in this process
+
+
+def _check_architecture(gpu: GPUTarget) -> None:
+    import triton
+
+    first = _first.setdefault(gpu.backend, gpu.arch)
+    if gpu.backend == "hip" and gpu.arch != first and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        raise SecondArchitectureError(
+            f"target is {gpu.arch}, and this process has compiled for {first}, whose FP8 conversions "
+            f"Triton {triton.__version__} would use: compile in another process, or install Triton 3.7"
+        )
 
 
 class Place(NamedTuple):

@@ -37,8 +37,9 @@ from fp8fn.ops.targets import (
     native_e4m3,
     target_of,
 )
+from fp8fn.ops.triton import launch as launch_module
 from fp8fn.ops.triton.interpreter import interpreting
-from fp8fn.ops.triton.launch import TritonLaunch
+from fp8fn.ops.triton.launch import SecondArchitectureError, TritonLaunch
 from fp8fn.ops.triton.scaled_mm_tma import plan_scaled_mm_tma
 from support.products import Parts, dispatched
 from support.quantizers import plan_quantize
@@ -152,6 +153,27 @@ def test_one_process_compiles_interprets_and_compiles() -> None:
     assert "cvt.rn.satfinite.e4m3x2.f32" in wide
     conversions = set(re.findall(r"v_cvt_\w+", launch.compile(GFX950).asm["amdgcn"]))
     assert "v_cvt_scalef32_pk_fp8_f32" in conversions
+
+
+def test_an_old_triton_compiles_for_one_amd_architecture_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "_first", {})
+    x = torch.randn(64, 256, dtype=torch.bfloat16)
+
+    def conversions(target: Target) -> set[str]:
+        data = empty_data(x, (1, 128), native_e4m3(target))
+        (launch,) = plan_quantize(x, data, empty_scale(x, (1, 128), "fp32"), (1, 128), "fp32", target)
+        return set(re.findall(r"v_cvt_\w*fp8\w*", launch.compile().asm["amdgcn"]))
+
+    with monkeypatch.context() as older:
+        older.setattr(triton, "__version__", "3.6.0")
+        launch_module._check_architecture(GFX942.to_triton())
+        launch_module._check_architecture(GFX942.to_triton())
+        launch_module._check_architecture(SM90.to_triton())
+        with pytest.raises(SecondArchitectureError, match=r"target is gfx950, .* compiled for gfx942, .* Triton 3\.7"):
+            launch_module._check_architecture(GFX950.to_triton())
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
+        assert conversions(GFX942) == {"v_cvt_pk_fp8_f32"}
+        assert conversions(GFX950) == {"v_cvt_scalef32_pk_fp8_f32"}
 
 
 def test_arguments_are_typed_as_the_jit_types_them() -> None:
