@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +24,7 @@ import fp8fn.distributed as fp8_styles
 from fp8fn.bench import record
 from fp8fn.lowering import backend, post_grad_pass
 from fp8fn.ops import symmetric_memory
+from support.processes import run_processes
 
 WIDTH = 512
 OP = "fp8fn.gather_scaled_mm.default"
@@ -121,13 +121,13 @@ def _run(rank: int, store: str, cases: Callable[[], None], backend: str) -> None
 @pytest.mark.slow
 @needs_gloo
 def test_same_bits_on_two_processes(tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path / "store"), _on_cpu, "gloo"), nprocs=2)
+    run_processes(_run, (str(tmp_path / "store"), _on_cpu, "gloo"), 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_same_bits_on_two_gpus(tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path / "store"), _on_gpus, "nccl"), nprocs=2)
+    run_processes(_run, (str(tmp_path / "store"), _on_gpus, "nccl"), 2)
 
 
 def _on_unequal_ranks() -> None:
@@ -176,7 +176,7 @@ def _on_ranks_that_fail() -> None:
 @needs_gloo
 @pytest.mark.parametrize("case", [_on_unequal_ranks, _on_a_name_that_is_used_again, _on_ranks_that_fail])
 def test_ranks_agree_whether_a_gather_is_pipelined(case: Callable[[], None], tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path / "store"), case, "gloo"), nprocs=2)
+    run_processes(_run, (str(tmp_path / "store"), case, "gloo"), 2)
 
 
 def test_ranks_do_not_agree_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +23,7 @@ import fp8fn
 import fp8fn.distributed as fp8_styles
 from fp8fn.distributed import gather_fp8, update_scales
 from support.accuracy import snr
-from support.processes import DEVICES, drawn, mesh_of, process_group, skip_without
+from support.processes import DEVICES, drawn, mesh_of, process_group, run_processes, skip_without
 
 VOCABULARY, WIDTH, HEADS = 256, 512, 4
 PLANS = {"torch": torch_styles, "fp8fn": fp8_styles}
@@ -337,7 +336,7 @@ def _run(rank: int, device: str, store: str, cases: Callable[[], None], ranks: i
 @DEVICES
 def test_processes(device: str, cases: Callable[[], None], ranks: int, tmp_path: Path) -> None:
     skip_without(device, ranks)
-    mp.spawn(_run, (device, str(tmp_path / "store"), cases, ranks), nprocs=ranks)
+    run_processes(_run, (device, str(tmp_path / "store"), cases, ranks), ranks)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")

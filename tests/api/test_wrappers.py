@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8fn
 from support.accuracy import relative_error
+from support.processes import run_processes
 
 K = 128
 
@@ -174,7 +174,7 @@ def _fsdp(rank: int, size: int, port: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [_ddp, _fsdp], ids=["ddp", "fsdp2"])
 def test_two_processes(wrap: Callable[[int, int, int], None]) -> None:
-    mp.spawn(wrap, (2, _free_port()), nprocs=2)
+    run_processes(wrap, (2, _free_port()), 2)
 
 
 def test_explain_looks_into_checkpointed_regions(fresh_dynamo: None) -> None:

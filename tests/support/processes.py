@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,6 +20,17 @@ DEVICES: Final = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", 
 def skip_without(device: str, ranks: int) -> None:
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, and there are {torch.cuda.device_count()}")
+
+
+def run_processes(run: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:
+    """Calls `run(rank, *args)` in a process for each rank."""
+    mp.spawn(_run, (run, args), nprocs=ranks)
+
+
+def _run(rank: int, run: Callable[..., None], args: tuple[Any, ...]) -> None:
+    run(rank, *args)
+    # gloo's threads end with the last reference to their group. If Python itself ends before, the process aborts.
+    gc.collect()
 
 
 @contextmanager

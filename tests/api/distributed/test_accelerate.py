@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import fp8fn
 from fp8fn.distributed import gather_fp8, update_scales
 from support.gathers import counted_gathers
+from support.processes import run_processes
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -134,4 +134,4 @@ def _run(rank: int, folder: str) -> None:
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_processes(tmp_path: Path) -> None:
     """All cases in one pair of processes: starting them takes longer than the cases."""
-    mp.spawn(_run, (str(tmp_path),), nprocs=RANKS)
+    run_processes(_run, (str(tmp_path),), RANKS)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import fp8fn
@@ -16,7 +15,7 @@ from fp8fn.distributed import combine, dispatch
 from fp8fn.distributed.exchange import ByCollective, ByPulls
 from fp8fn.ops import reference
 from support.accuracy import snr
-from support.processes import DEVICES, drawn, process_group, skip_without
+from support.processes import DEVICES, drawn, process_group, run_processes, skip_without
 
 RANKS, EXPERTS, K, N = 2, 4, 300, 128
 COUNTS = torch.tensor([[3, 0, 40, 7], [1, 0, 0, 25]])  # of each rank; nobody has rows for expert 1
@@ -182,4 +181,4 @@ def _run(rank: int, device: str, folder: str) -> None:
 @DEVICES
 def test_two_processes(device: str, tmp_path: Path) -> None:
     skip_without(device, RANKS)
-    mp.spawn(_run, (device, str(tmp_path)), nprocs=RANKS)
+    run_processes(_run, (device, str(tmp_path)), RANKS)

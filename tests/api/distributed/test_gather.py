@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -26,7 +25,7 @@ from fp8fn import FP8Weight
 from fp8fn.distributed import gather_fp8, update_scales
 from fp8fn.ops import reference
 from support.gathers import counted_gathers
-from support.processes import DEVICES, drawn, mesh_of, process_group, skip_without
+from support.processes import DEVICES, drawn, mesh_of, process_group, run_processes, skip_without
 
 RANKS, STEPS = 2, 2
 
@@ -703,7 +702,7 @@ def _run(rank: int, device: str, folder: str) -> None:
 def test_two_processes(device: str, tmp_path: Path) -> None:
     """All cases in one pair of processes: starting them takes longer than the cases."""
     skip_without(device, RANKS)
-    mp.spawn(_run, (device, str(tmp_path)), nprocs=RANKS)
+    run_processes(_run, (device, str(tmp_path)), RANKS)
 
 
 def test_what_stays() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8fn
+from support.processes import run_processes
 
 RANKS, MICRO_BATCHES = 2, 4
 OPTIONS = {"where": "*"}
@@ -143,4 +143,4 @@ def _run(rank: int, store: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path / "store"),), nprocs=RANKS)
+    run_processes(_run, (str(tmp_path / "store"),), RANKS)

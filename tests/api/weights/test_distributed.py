@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,6 +21,7 @@ from fp8fn import FP8Weight
 from fp8fn.ops.layout import Block
 from support.accuracy import snr
 from support.fp8_weights import make, parts, same, values
+from support.processes import run_processes
 
 RANKS = 2
 
@@ -219,4 +219,4 @@ def _run(rank: int, store: str) -> None:
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_processes(tmp_path: Path) -> None:
     """All cases in one pair of processes: starting them takes longer than the cases."""
-    mp.spawn(_run, (str(tmp_path / "store"),), nprocs=RANKS)
+    run_processes(_run, (str(tmp_path / "store"),), RANKS)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,6 +20,7 @@ from fp8fn.distributed import gather_fp8
 from fp8fn.ops.layout import Block
 from support.accuracy import snr
 from support.fp8_weights import values
+from support.processes import run_processes
 from support.ranks import a_rank_of
 
 BLOCKS: tuple[tuple[int, Block, str], ...] = (
@@ -114,7 +114,7 @@ def _both(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_fsdp_beside_tensor_parallelism(tmp_path: Path) -> None:
-    mp.spawn(_both, (str(tmp_path),), nprocs=4)
+    run_processes(_both, (str(tmp_path),), 4)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -172,4 +172,4 @@ def _run(rank: int, folder: str) -> None:
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_two_processes(tmp_path: Path) -> None:
     """Products with the loaded parts, forward and backward, and FSDP's gathers of them."""
-    mp.spawn(_run, (str(tmp_path),), nprocs=2)
+    run_processes(_run, (str(tmp_path),), 2)
