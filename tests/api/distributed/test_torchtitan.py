@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import fp8fn
 from support.accuracy import snr
 from support.gathers import counted_gathers
+from support.processes import run_processes
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("spmd_types")
@@ -149,6 +149,8 @@ def _parallel(case: Case, folder: str) -> tuple[Any, Any]:
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_states(buffer_device=torch.device("cpu"))
+        for parameter in model.parameters():  # torchtitan rounds experts' weights to bfloat16 where FSDP gathers no FP8
+            parameter.copy_(parameter.bfloat16())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     assert spec.post_optimizer_build_fn is not None
     spec.post_optimizer_build_fn(optimizer, [model], options["parallel_dims"])
@@ -160,7 +162,7 @@ def _same_training(case: Case, folder: str) -> None:
     model, optimizer = _parallel(case, folder)
     batches = RANKS // case.tensor_parallel
     # Gradients of experts' results are rounded on their way: one step later, losses differ.
-    weights, tolerance, bound = (2, 1e-3, 29) if case.experts else (5 * LAYERS, 1e-6, 120)
+    weights, tolerance, bound = (5, 1e-3, 35) if case.experts else (5 * LAYERS, 1e-6, 120)
     whole = [parameter.full_tensor() + 0 for parameter in model.parameters()]
     expected, grads = _one_process(case, whole, batches)
     for step in range(STEPS):
@@ -200,4 +202,4 @@ def _run(rank: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path),), nprocs=RANKS)
+    run_processes(_run, (str(tmp_path),), RANKS)
