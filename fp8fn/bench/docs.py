@@ -103,7 +103,7 @@ def on_the_wire(run: dict[str, Any]) -> str:
 
 
 def gathers(run: dict[str, Any]) -> str:
-    """Milliseconds of a bare gather in bf16, and of half as many bytes."""
+    """Milliseconds of a gather in bf16, and of half as many bytes, among ten that follow one another."""
     lines = ["| bf16, MB in all | bf16, ms | FP8, ms | ratio |", "|---|---|---|---|"]
     for row in run["results"]["gathers"]:
         ratio = row["fp8_ms"] / row["bf16_ms"]

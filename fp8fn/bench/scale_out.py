@@ -341,7 +341,10 @@ def profiled(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def gathers(device: str, megabytes: tuple[int, ...] = (16, 64, 128, 256)) -> list[dict[str, float]]:
-    """Milliseconds of a gather of so many bytes in all, and of one of half as many, as FP8 sends for bf16."""
+    """Milliseconds of a gather of so many bytes in all, and of one of half as many, as FP8 sends for bf16.
+
+    Ten follow one another, as in a step, where the host waits for none.
+    """
     found, world = [], dist.get_world_size()
     for size in megabytes:
         row: dict[str, float] = {"megabytes": size}
@@ -353,9 +356,10 @@ def gathers(device: str, megabytes: tuple[int, ...] = (16, 64, 128, 256)) -> lis
                 dist.barrier()
                 _wait(device)
                 begin = time.perf_counter()
-                dist.all_gather_into_tensor(whole, part)
+                for _ in range(10):
+                    dist.all_gather_into_tensor(whole, part)
                 _wait(device)
-                times.append(time.perf_counter() - begin)
+                times.append((time.perf_counter() - begin) / 10)
             worst = torch.tensor(statistics.median(times[5:]), device=device)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             row[name] = 1e3 * worst.item()

@@ -48,16 +48,17 @@ class Written:
         self._device, self._waiting = device, set[int]()
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda" and not capturing():
+            self._index = torch.cuda.current_device() if device.index is None else device.index
             self._event = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
         """Has the current stream wait. None can wait across the begin of a CUDA graph's capture, or its end."""
         if self._event is None or capturing():
             return
-        stream = torch.cuda.current_stream(self._device)
-        if stream.cuda_stream not in self._waiting:
-            stream.wait_event(self._event)
-            self._waiting.add(stream.cuda_stream)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if stream not in self._waiting:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+            self._waiting.add(stream)
 
 
 @dataclass(eq=False)
@@ -309,9 +310,7 @@ class MasterWeight(Tensor):
             data = data.reshape(-1)[:count]
         data = data.view(size).view(metadata.dtype)
         if out is not None:
-            weight = local_of(
-                out
-            )  # `to_local` of a parameter is a view from PyTorch 2.13 on, whose attributes are lost
+            weight = local_of(out)  # `to_local` of a parameter is a view from PyTorch 2.13 on: its attributes are lost
             weight._data, weight._scale = data, metadata.scale
             return None
         block = block_by_dimension(len(size), metadata.block)
