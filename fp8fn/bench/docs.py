@@ -209,7 +209,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("scale-out", fsdp),
         _committed("scale-out-losses", losses),
         _committed("scale-out-wire", on_the_wire, "scale_out"),
-        _committed("gathers", gathers, "scale_out"),
+        _committed("gathers", gathers, "scale_out_gathers"),
         _committed("scale-out-tp-wide", partial(fsdp, kind="fsdp-tp")),
         _committed("scale-out-tp", partial(fsdp, kind="fsdp-tp")),
         _committed("scale-out-experts", partial(fsdp, kind="experts"), "scale_out"),
