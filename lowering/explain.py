@@ -156,6 +156,7 @@ def _row(decision: Decision, recipe: Recipe, target: str | None) -> Row:
         kernel=_kernel_name(gemm, recipe, target) if decision.reason is None else None,
         reason=decision.reason,
         estimated=decision.times,
+        dtype=_dtype_of(gemm),
     )
 
 

@@ -12,6 +12,8 @@ from math import prod
 from textwrap import wrap
 from typing import Any, Final
 
+import torch
+
 from fp8fn.lowering.costs import size_of
 from fp8fn.lowering.missed_weights import Outside
 from fp8fn.lowering.whole_step import StepTimes
@@ -29,7 +31,7 @@ class Row:
     the number of such products. `backward`: a pattern found it in the backward; other rows are forward products, which
     the backward follows. `estimated` and `measured` are the µs of forward and backward, in FP8 with all
     quantization and in bf16; None if the recipe cannot take the product, or if the time is unknown or was not
-    requested.
+    requested. `dtype` is the type in which the model computes the product; in float32 it takes longer than in bf16.
     """
 
     node: str
@@ -43,6 +45,7 @@ class Row:
     backward: bool = False
     estimated: Times | None = None
     measured: Times | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def operations(self) -> float | None:
@@ -159,6 +162,12 @@ class Explanation:
         if times:
             lines.append("µs: forward and backward, bf16 → FP8 with quantization")
             lines[-1] += f", estimated for {self.chip}" if "estimated" in times else ""
+        timed = [row for row in self.rows if row.estimated or row.measured]
+        if wide := sum(row.dtype == torch.float32 for row in timed):
+            lines.append(
+                f"{wide} of {len(timed)} timed products are computed in float32, which takes longer than bf16: their "
+                "gain is larger than shown"
+            )
         if self.step is not None and self.step.products:
             left = " (left alone)" if self.step.loses and not self.substituted else ""
             lines.append(f"whole step{left}: {self.step.describe()}; the rest of the step is not counted")

@@ -98,6 +98,34 @@ def test_estimates_for_a_target() -> None:
     assert step == f"whole step: {whole.describe()}; the rest of the step is not counted"
 
 
+IN_FLOAT32 = "timed products are computed in float32, which takes longer than bf16: their gain is larger than shown"
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_a_float32_model_is_said_to_be_compared_with_bf16(autocast: bool, dtype: torch.dtype) -> None:
+    """Quantizers read four bytes an element in either case; under autocast products are in bf16, as shown."""
+    x = torch.zeros(16, 4096)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        explanation = fp8fn.explain(Pair().float(), x, target="H200", where="*", show=False)
+    assert [row.dtype for row in explanation.rows] == [dtype, dtype]
+    assert [row.estimated for row in explanation.rows] == [
+        linear_times(16, 2048, 4096, BLOCKWISE_SQUARE, H200, itemsize=4),
+        linear_times(16, 512, 2048, BLOCKWISE_SQUARE, H200, itemsize=2 if autocast else 4),
+    ]  # fmt: skip
+    said = [line for line in unwrapped(explanation) if "float32" in line]
+    assert said == ([] if autocast else [f"2 of 2 {IN_FLOAT32}"])
+
+
+def test_a_product_in_float32_among_others_is_counted() -> None:
+    """A product without times is not compared with anything."""
+    model, x = meta(8192)
+    rows = fp8fn.explain(model, x, target="H200", where="*", show=False).rows
+    assert [row.dtype for row in rows] == [torch.bfloat16, torch.bfloat16]
+    wide = replace(rows[0], dtype=torch.float32)
+    lines = unwrapped(Explanation((wide, rows[1], replace(wide, estimated=None)), "blockwise_square", 1))
+    assert lines[-1] == f"1 of 2 {IN_FLOAT32}"
+
+
 WITHOUT_COMPILERS = """
 import sys
 sys.modules["triton"] = None  # import triton raises ModuleNotFoundError
