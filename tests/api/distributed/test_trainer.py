@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from fp8fn.distributed import gather_fp8, update_scales
 from support.gathers import counted_gathers
+from support.processes import run_processes
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -138,4 +138,4 @@ def _run(rank: int, folder: str, expected: list[float]) -> None:
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_processes(tmp_path: Path, fresh_dynamo: None) -> None:
     """All cases in one pair of processes: starting them takes longer than the cases."""
-    mp.spawn(_run, (str(tmp_path), _one_process(str(tmp_path))), nprocs=RANKS)
+    run_processes(_run, (str(tmp_path), _one_process(str(tmp_path))), RANKS)
