@@ -38,6 +38,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.hip import build, variants
 from fp8fn.ops.recipe import parse_recipe
 from fp8fn.ops.targets import Chip, Target, chip_of
+from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.ops.tuning.table import SHIPPED
 
 ARCHITECTURES: Final = ("sm90", "gfx950")
@@ -121,12 +122,11 @@ def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome 
 
 
 def chip_and_target(processor: str = "sm90") -> tuple[Chip, Target]:
-    """The Hopper product of that name; for "sm90" this machine's GPU, else the first chip with a shipped table."""
+    """The chip that a name stands for; for "sm90" this machine's GPU, else the first with a shipped table."""
     named = targets.named_target(processor)
     if named is not None and processor != "sm90":
         product, target = named
-        shipped = (chip for chip in SHIPPED if (of := targets.named_target(chip.name)) and of[0] == product)
-        return next(shipped, Chip(processor, target.cores)), target
+        return NAMED[product], target
     if torch.cuda.is_available():
         device = torch.device("cuda")
         target = targets.target_of(device)

@@ -17,8 +17,9 @@ from fp8fn.ops import scaled_mm
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.recipe import parse_recipe
-from fp8fn.ops.targets import SM90, Chip, Target
+from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.tuning.problem import Problem, linear_problems
+from fp8fn.ops.tuning.rates import NAMED
 from support.compilers import needs_nvrtc
 from support.products import dispatched
 from support.tuning import H100, H200, operands
@@ -89,7 +90,8 @@ def test_a_product_by_name_has_its_own_table() -> None:
         LayerSetting(recipe=fp8fn.BLOCKWISE, dtype=torch.bfloat16, target=SM90, chip=H200),
     )
     by_name = {}
-    for name, chip in (("H100", H100), ("h200", H200), ("h100 pcie", Chip("h100 pcie", 114))):
+    others = ((name, NAMED[name.lower()]) for name in ("h100 pcie", "GH200", "h800", "H20"))
+    for name, chip in (("H100", H100), ("h200", H200), *others):
         found, target = aot.chip_and_target(name)
         assert (found, target) == (chip, replace(SM90, multiprocessors=chip.multiprocessors))
         by_name[name] = set(kernels_of((shape,), replace(setting, target=target, chip=found)))
@@ -98,6 +100,7 @@ def test_a_product_by_name_has_its_own_table() -> None:
             assert isinstance(launch, CudaLaunch)
             assert launch.kernel in by_name[name]
     assert by_name["H100"] != by_name["h200"]
+    assert by_name["GH200"] == by_name["h800"] == by_name["H100"]
 
 
 @needs_nvrtc
