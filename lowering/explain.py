@@ -250,12 +250,13 @@ def _planned_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     if on.backend == "cpu":
         return "reference (plain PyTorch)"
     if gemm.groups is not None and site.groups:
-        return find_grouped.kernel_name(site, gemm.groups.over, recipe, on)
-    m, n, k = (size_of(size) or 1 for size in (site.m, site.n, site.k))
+        return find_grouped.kernel_name(site, gemm.groups.over, recipe, on, chip, _dtype_of(gemm))
+    batch, m, n, k = (size_of(size) or 1 for size in (site.batch, site.m, site.n, site.k))
+    lead = () if batch == 1 else (batch,)
     native = targets.native_e4m3(on)
-    a = _operand((m, k), recipe.activation_block, recipe.activation_dtype or native, recipe, False)
-    b = _operand((k, n), recipe.weight_block, recipe.weight_dtype or native, recipe, True)
-    out = torch.empty(m, n, dtype=_dtype_of(gemm), device="meta")
+    a = _operand((*lead, m, k), recipe.activation_block, recipe.activation_dtype or native, recipe, False)
+    b = _operand((*lead, k, n), recipe.weight_block, recipe.weight_dtype or native, recipe, True)
+    out = torch.empty(*lead, m, n, dtype=_dtype_of(gemm), device="meta")
     bias = None if gemm.bias is None else out.new_empty(n)
     fast = recipe.accumulate == "fast"
     op = scaled_mm.dispatch_of(recipe.batch_invariant, fast)
@@ -271,7 +272,7 @@ def _dtype_of(gemm: Gemm) -> torch.dtype:
     return gemm.site.dtype if out is None else out.dtype
 
 
-def _operand(shape: tuple[int, int], block: Block, dtype: torch.dtype, recipe: Recipe, column_major: bool) -> Quantized:
+def _operand(shape: tuple[int, ...], block: Block, dtype: torch.dtype, recipe: Recipe, column_major: bool) -> Quantized:
     data = torch.empty_strided(shape, matrix_strides(shape, column_major, 16), dtype=dtype, device="meta")
     scales, kind = scale_shape(shape, block), scale_dtype(recipe.scale)
     strides = matrix_strides(scales, scale_is_column_major(column_major, block), 16 // kind.itemsize)

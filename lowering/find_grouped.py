@@ -15,7 +15,7 @@ from fp8fn.ops import gemm, grouped_gemm, scaled_grouped_mm
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import Recipe
-from fp8fn.ops.targets import Target, native_e4m3
+from fp8fn.ops.targets import Chip, Target, native_e4m3
 from fp8fn.site import Site
 
 OP: Final = "grouped_mm"
@@ -81,8 +81,13 @@ def why_not_recipe(groups: Groups | None, recipe: Recipe) -> str | None:
     return None
 
 
-def kernel_name(site: Site, over: str, recipe: Recipe, target: Target) -> str:
-    """The name of the kernel that multiplies the groups, from the description of its launch; nothing is run."""
+def kernel_name(
+    site: Site, over: str, recipe: Recipe, target: Target, chip: Chip | None, out_dtype: torch.dtype
+) -> str:
+    """The name of the kernel that multiplies the groups, from the description of its launch; nothing is run.
+
+    The tables that are read are those of `chip`.
+    """
     native = native_e4m3(target)
     dtypes = [dtype or native for dtype in (recipe.activation_dtype, recipe.weight_dtype)]
 
@@ -94,11 +99,12 @@ def kernel_name(site: Site, over: str, recipe: Recipe, target: Target) -> str:
     if over == "M":
         left = gemm.quantize(empty(m, k), recipe.activation_block, dtypes[0], recipe.scale)
         right = gemm.quantize(empty(site.groups, n, k).mT, recipe.weight_block, dtypes[1], recipe.scale, sums_rows=True)
-        out = empty(m, n)
+        out_shape: tuple[int, ...] = m, n
     else:
         args = (recipe.activation_block, dtypes[0], recipe.scale)
         left = grouped_gemm.quantize_grouped(empty(k, m), offsets, *args).mT
         right = grouped_gemm.quantize_grouped(empty(k, n), offsets, args[0], dtypes[1], args[2])
-        out = empty(site.groups, m, n)
-    product = ScaledProduct(a=left, b=right, offsets=offsets, out=out, target=target)
+        out_shape = site.groups, m, n
+    out = torch.empty(out_shape, dtype=out_dtype, device="meta")
+    product = ScaledProduct(a=left, b=right, offsets=offsets, out=out, target=target, chip=chip)
     return scaled_grouped_mm.SCALED_GROUPED_MM.plan(product)[0].describe()

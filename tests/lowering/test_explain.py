@@ -461,3 +461,55 @@ def test_measured_on_a_gpu() -> None:
         if row.estimated is not None and explanation.chip == H200.name:
             assert 0.7 < row.measured.fp8.combined / row.estimated.fp8.combined < 1.4
             assert 0.7 < row.measured.bf16.combined / row.estimated.bf16.combined < 1.4
+
+
+class Batch(nn.Module):
+    """As many products as there are matrices of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4096, 4096, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight.mT)
+
+
+def test_the_kernel_of_a_batch_is_planned_for_a_batch() -> None:
+    """cuBLASLt takes no batches, and the H200's table has 4096,4096,4096 in another tile than 4 times that."""
+    with torch.device("meta"):
+        model, x = Batch(), torch.empty(4, 4096, 4096, dtype=torch.bfloat16)
+    fast = replace(fp8fn.ROWWISE, accumulate="fast")
+    kernels = []
+    for recipe in (fast, fp8fn.BLOCKWISE):
+        (row,) = fp8fn.explain(model, x, recipe=recipe, where="*", target="h200", show=False).rows
+        assert row.batch == 4
+        assert row.kernel is not None
+        kernels.append(row.kernel)
+    assert kernels[0].startswith("scaled_mm[")
+    assert "not cublaslt_fast: a has 3 dimensions and b 3, not 2" in kernels[0]
+    assert kernels[1].startswith("scaled_mm[BM=256,BN=128,")
+    assert kernels[1].endswith("(cuda by the model)")
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 6144, 7168, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight.mT, offs=offs)
+
+
+def test_the_kernel_of_groups_is_that_of_the_chips_table() -> None:
+    """The H100's table has this product in 128x128 in bands of 4; no table of the H200's has products of groups."""
+    with torch.device("meta"):
+        model, x = Experts(), torch.empty(30000, 7168, dtype=torch.bfloat16)
+        offs = torch.empty(8, dtype=torch.int32)
+    kernels = {}
+    for target in ("h100", "h200"):
+        (row,) = fp8fn.explain(model, x, offs, recipe="blockwise", where="*", target=target, show=False).rows
+        kernels[target] = str(row.kernel)
+    assert "BM=128,BN=128" in kernels["h100"]
+    assert "GROUP=4" in kernels["h100"]
+    assert kernels["h100"].endswith("(cuda by scaled_grouped_mm-nvidia-h100-80gb-hbm3-132.json)")
+    assert kernels["h200"].endswith("(cuda by the model)")
