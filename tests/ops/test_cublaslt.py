@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import cublaslt
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import SM90, SM100
 from fp8fn.ops.tuning.problem import Problem
+from fp8fn.ops.tuning.rates import NAMED
 from support.tuning import expected, operands, quantized
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -95,3 +98,32 @@ def test_what_the_library_does_not_take(problem: Problem, change: dict[str, Any]
     else:
         assert found is not None
         assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("cuda", "taken"), [("12.6", False), ("12.8", False), ("12.9", True), ("13.0", True), (None, True)]
+)
+@pytest.mark.parametrize(
+    "kinds", [("LINE", "LINE"), ("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("WHOLE", "WHOLE")], ids="·".join
+)
+def test_builds_for_an_older_cuda_have_scales_by_tensor_only(
+    kinds: tuple[str, str], cuda: str | None, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch._scaled_mm_v2` raises there: "requires cublasLt >= 12.9"."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = cublaslt.accepts(operands(Problem(256, 512, 1024, *kinds)).product(SM90))
+    if taken or kinds == ("WHOLE", "WHOLE"):
+        assert found is None
+    else:
+        assert found is not None
+        assert f"PyTorch is built for CUDA {cuda}, and cuBLASLt has the scales of" in found
+        assert found.endswith("from CUDA 12.9 on")
+
+
+@pytest.mark.parametrize(("cuda", "kernel"), [("12.8", "cuda"), ("13.0", "cublaslt")])
+def test_a_table_names_it_where_the_build_has_it(cuda: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This gradient of a weight is one of those for which the H200's table names cuBLASLt."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    product = replace(operands(Problem(4096, 4096, 4096, "VECTOR", "VECTOR")).product(SM90), chip=NAMED["h200"])
+    assert SCALED_MM.choose(product).name == kernel

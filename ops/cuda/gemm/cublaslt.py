@@ -2,7 +2,8 @@
 
 Scales by tensor or by row go through `torch._scaled_mm`, with fast accumulation where a product allows it, those of
 blocks through `torch._scaled_mm_v2`, the op below `torch.nn.functional.scaled_mm`, which alone writes to an output that
-is there. What each asks for is in PyTorch's `ScaledBlas.cpp`, restated in `accepts`.
+is there. What each asks for is in PyTorch's `ScaledBlas.cpp`, restated in `accepts`. PyTorch's builds for a CUDA before
+12.9 raise an error for scales of blocks, and multiply scales by row with CUTLASS, which was not measured.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ RECIPES: Final = {
     ("VECTOR", "BLOCK"): "1x128·128x128",
     ("VECTOR", "VECTOR"): "1x128·128x1",
 }
+# The CUDA from which on cuBLASLt takes other scales than one of a tensor.
+_CUDA_OF_SCALES: Final = (12, 9)
 # torch.nn.functional.ScalingType.BlockWise1x128 and .BlockWise128x128.
 _ROW_BLOCKS: Final = 4
 _SQUARE_BLOCKS: Final = 5
@@ -91,6 +94,8 @@ def accepts(product: ScaledProduct) -> str | None:
     recipe = RECIPES.get((scale_kind(*a_block), scale_kind(b_block[1], b_block[0])))
     if hopper_fault(target) or recipe is None:
         return f"blocks {a_block} and {b_block} on {target.name} are no recipe of cuBLASLt's"
+    if (reason := _build_fault(recipe)) is not None:
+        return reason
     if a.dim() != 2 or b.dim() != 2:
         return f"a has {a.dim()} dimensions and b {b.dim()}, not 2"
     if a.stride(1) != 1 or b.stride(0) != 1:
@@ -107,6 +112,15 @@ def accepts(product: ScaledProduct) -> str | None:
     if bias is not None and bias.dtype != out.dtype:
         return f"bias is {bias.dtype} and out {out.dtype}"
     return _scale_fault(recipe, m, n, k, a_scale, b_scale)
+
+
+def _build_fault(recipe: str) -> str | None:
+    """Why this build of PyTorch has no such product of cuBLASLt's, or None; a build for CPUs plans for another one."""
+    cuda = torch.version.cuda
+    if recipe == "tensorwise" or cuda is None or tuple(map(int, cuda.split(".")[:2])) >= _CUDA_OF_SCALES:
+        return None
+    needed = ".".join(map(str, _CUDA_OF_SCALES))
+    return f"PyTorch is built for CUDA {cuda}, and cuBLASLt has the scales of {recipe} from CUDA {needed} on"
 
 
 def _scale_fault(recipe: str, m: int, n: int, k: int, a_scale: Tensor, b_scale: Tensor) -> str | None:
