@@ -37,7 +37,7 @@ def grouped_gemm(
     out: Tensor
     if counts is not None:
         if levels.is_tracked(a, b, bias):
-            out = _padded(a, b, counts, bias, recipe, out_dtype)
+            out = _padded(a, b, counts, bias, replace(parsed, accumulate="promoted").key, out_dtype)
         elif levels.inside_transform():
             args = (a, b, None, bias, recipe, out_dtype, counts)
             out = levels.below(torch.ops.fp8fn.grouped_gemm, *args)
@@ -60,7 +60,8 @@ def _padded(a: Tensor, b: Tensor, counts: Tensor, bias: Tensor | None, recipe: s
     """The product of each expert's first rows, `counts` of them, by the batched product, which has derivatives.
 
     All rows are multiplied, those past a count as zeros: the derivatives are those of the first rows, since zeros add
-    nothing to a sum over rows and change no block's largest magnitude.
+    nothing to a sum over rows and change no block's largest magnitude. The recipe is promoted, as groups are without
+    derivatives.
     """
     inside = counted(counts, a.shape[1])[..., None]
     out = torch.ops.fp8fn.grouped_gemm(torch.where(inside, a, 0), b, None, bias, recipe, out_dtype)

@@ -145,6 +145,16 @@ def test_what_cublaslt_can_not_take_is_promoted(monkeypatch: pytest.MonkeyPatch)
         assert scaled_mm.SCALED_MM_FAST.choose(rows()).name == "cuda"
 
 
+@pytest.mark.parametrize(("m", "kernel"), [(1, "cuda"), (128, "cuda"), (129, "cublaslt_fast")])
+def test_few_rows_by_a_large_vocabulary_stay(m: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1188 tiles of 128x128, but few rows: the kernel that reads b once is faster than cuBLASLt's."""
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    choice = scaled_mm.SCALED_MM_FAST.choose(rows(m, 152064, 4096))
+    assert choice.name == kernel
+    few = ("cublaslt_fast", "with 128 rows or fewer it was measured to be slower")
+    assert (few in choice.refused) == (kernel == "cuda")
+
+
 @pytest.mark.parametrize("fast", [False, True])
 def test_pytorch_is_asked_for_it(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = quantized(Problem(48, 64, 160, "LINE", "LINE"))
@@ -188,6 +198,17 @@ def test_the_forward_alone_is_fast(recipe: Recipe) -> None:
     assert found == [True, False, False]
     assert promoted == [False, False, False]
     assert all(map(torch.equal, fast, values))
+
+
+def test_groups_are_promoted() -> None:
+    """Products with counts too, whose derivatives come from the product of a batch."""
+    x, w = torch.randn(3, 32, 128), torch.randn(3, 128, 64, requires_grad=True)
+    counts, offsets = (torch.tensor(of, dtype=torch.int32) for of in ([5, 0, 32], [5, 40, 96]))
+    with Flags() as flags:
+        fp8fn.grouped_gemm(x, w, counts=counts, recipe=FAST_ROWS).sum().backward()
+        fp8fn.grouped_gemm(x.flatten(0, 1), w, offsets, recipe=FAST_ROWS).sum().backward()
+    assert flags.found
+    assert not any(flags.found)
 
 
 def test_under_the_backend(fresh_dynamo: None) -> None:
