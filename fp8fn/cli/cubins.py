@@ -63,7 +63,11 @@ def shipped_kernels(shapes: Sequence[Shape], recipes: Sequence[Recipe], dtype: t
 
 
 def write(folder: Path, shapes: Sequence[Shape], recipes: Sequence[Recipe], dtype: torch.dtype) -> Written:
-    """Compiles the kernels of layers, and writes them with their manifest into the folder."""
+    """Compiles the kernels of layers, and writes them with their manifest into the folder.
+
+    ValueError where the folder has other cubins.
+    """
+    packaged.check_folder(folder)
     kernels, arch = shipped_kernels(shapes, recipes, dtype), targets.SM90.cubin
     compiled = in_threads(lambda kernel: nvrtc.compile_anew(kernel, arch).cubin, kernels, "kernel")
     cubins = {nvrtc.cubin_name(kernel, arch): cubin for kernel, cubin in zip(kernels, compiled, strict=True)}

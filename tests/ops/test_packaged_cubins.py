@@ -278,6 +278,19 @@ def test_writing_again_gives_the_same_files_and_removes_the_others(folder: Path)
     }  # fmt: skip
 
 
+def test_the_package_replaces_no_cubins_that_are_not_its_own(
+    tmp_path: Path, cache: Path, compiled: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as the user's cache, whose files have names of the same form."""
+    kept = tmp_path / "mine.cubin"
+    kept.write_bytes(CUBIN)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["aot", "--shapes", "128,128,128", "--recipe", "rowwise", "--out", str(tmp_path)])
+    assert "has 1 cubins, such as mine.cubin, and no manifest.json" in capsys.readouterr().err
+    assert not compiled
+    assert kept.read_bytes() == CUBIN
+
+
 def test_importing_fp8fn_looks_for_no_package(folder: Path) -> None:
     script = textwrap.dedent("""
         import sys

@@ -117,6 +117,16 @@ def forget() -> None:
     _installed.cache_clear()
 
 
+def check_folder(folder: Path) -> None:
+    """ValueError where `write` would remove cubins that no manifest claims, such as those of the user's cache."""
+    if (folder / MANIFEST).exists() or not (strange := sorted(path.name for path in folder.glob("*.cubin"))):
+        return
+    raise ValueError(
+        f"{folder} has {len(strange)} cubins, such as {strange[0]}, and no {MANIFEST}: they are not of {DISTRIBUTION}, "
+        "whose files would replace them; name another folder"
+    )
+
+
 def write(package: Package, cubins: Mapping[str, bytes]) -> None:
     """Writes cubins and their manifest into the package's folder, and removes all other cubins there.
 
