@@ -18,6 +18,7 @@ from filelock import FileLock
 from fp8fn.ops.code_cache import replace_whole, warn_once
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.targets import Chip
+from fp8fn.ops.tuning.nearest import nearest
 from fp8fn.ops.tuning.table import user_path as dense_path
 
 FORMAT: Final = 1
@@ -113,15 +114,26 @@ def verdict(form: Form, chip: Chip | None, key: Key | None) -> Named | None:
 
 
 def tables(form: Form, chip: Chip) -> tuple[Table, ...]:
-    """The user's table of a chip, then the shipped one."""
+    """The user's table of a chip, then the shipped one of a chip with the same facts."""
     return _tables(form, chip, user_path(form, chip))
 
 
 @cache
 def _tables(form: Form, chip: Chip, path: Path) -> tuple[Table, ...]:
-    shipped = _FOLDER / path.name
-    found = [_read_users(form, path, chip), read(form, shipped) if shipped.exists() else None]
+    found = [_read_users(form, path, chip), _shipped(form, chip, _FOLDER / path.name)]
     return tuple(table for table in found if table is not None)
+
+
+def _shipped(form: Form, chip: Chip, own: Path) -> Table | None:
+    """The table in the chip's own file, else that of a chip with as many multiprocessors and the same memory.
+
+    One of another memory serves no op here: what it would cost was not measured, as it was for `table.tables`.
+    """
+    if own.exists():
+        return read(form, own)
+    found = {table.chip: table for table in (read(form, path) for path in sorted(_FOLDER.glob(f"{form.op}-*.json")))}
+    served = nearest(chip, found)
+    return found[served[0]] if served is not None and not served[1] else None
 
 
 def forget() -> None:

@@ -176,6 +176,28 @@ def test_the_bench_runs_each_candidate_on_a_gpu(layout: str, hopper: Any, caplog
     assert calls.keys() == candidates.keys(), caplog.text
 
 
+@pytest.mark.parametrize(
+    ("chip", "served"),
+    [
+        (H100, True),
+        (Chip("NVIDIA H800", 132), True),
+        (Chip("NVIDIA H200", 132), False),
+        (Chip("NVIDIA GH200 480GB", 132), False),
+        (Chip("NVIDIA H100 80GB HBM3", 66), False),
+        (Chip("unknown", 132), False),
+    ],
+    ids=lambda value: value.name if isinstance(value, Chip) else None,
+)
+def test_the_shipped_table_serves_a_chip_of_another_name_with_the_same_facts(chip: Chip, served: bool) -> None:
+    """128x128 in bands of 4 is the table's; the model takes 192x128."""
+    target = replace(SM90, multiprocessors=chip.multiprocessors)
+    product = replace(GroupsProblem("rows", 30000, 6144, 7168, 8, target).product(), chip=chip)
+    choice = SCALED_GROUPED_MM.choose(product)
+    assert ((128, 4) if served else (192, 3)) == (choice.config.BM, choice.config.GROUP)
+    name = "scaled_grouped_mm-nvidia-h100-80gb-hbm3-132.json"
+    assert choice.source == (name if served else "the model")
+
+
 def test_without_a_row_the_tile_is_near_the_best_that_was_timed() -> None:
     """By the times of the shipped table: a tile's place in one product need not be that in products of groups."""
     (shipped,) = measured.tables(FORM, H100)
