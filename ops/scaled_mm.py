@@ -163,7 +163,7 @@ def scaled_mm_kernel(  # noqa: PLR0913 - an op's signature
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, batch_invariant: bool = False,
     fast_accumulation: bool = False,
 ) -> Tensor:  # fmt: skip
-    if fast_accumulation:
+    if fast_accumulation and batch_invariant:  # `_fast_operands` checks the blocks, once for operands of a kind
         check_fast(_FAST, a_block, b_block, batch_invariant)
     # As `dispatch_of`: a call more on the way of each product.
     dispatch = SCALED_MM_INVARIANT if batch_invariant else SCALED_MM_FAST if fast_accumulation else SCALED_MM
@@ -183,7 +183,9 @@ def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
 
 
 def _fast_operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
-    return dataclasses.replace(_operands(tensors, values), fast=True)
+    product = _operands(tensors, values)
+    check_fast(_FAST, product.a.block, product.b.block, batch_invariant=False)
+    return dataclasses.replace(product, fast=True)
 
 
 def foreign_types(product: ScaledProduct) -> str | None:

@@ -69,6 +69,18 @@ def test_the_op_says_what_it_needs() -> None:
         torch.ops.fp8fn.scaled_mm(*args, True, True)
 
 
+def test_a_gpus_op_says_the_same_and_first_what_is_wrong_with_a_block() -> None:
+    a, b = fp8fn.quantize(torch.randn(32, 128), (1, 128)), fp8fn.quantize(torch.randn(128, 32), (128, 128))
+    for op in (torch.ops.fp8fn.scaled_mm, scaled_mm.scaled_mm_kernel):
+        for block, invariant, message in (
+            ((1,), False, r"scaled_mm: a: block=\(1,\) is not a block"),
+            (a.block, False, "scaled_mm: fast_accumulation=True, and blocks"),
+            (a.block, True, "batch_invariant=True asks for one order of sums"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                op(a.data, a.scale, block, b.data, b.scale, b.block, None, BF16, invariant, True)
+
+
 def test_large_products_by_rows_go_to_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     (launch,) = scaled_mm.SCALED_MM_FAST.plan(rows())
