@@ -149,6 +149,7 @@ def test_drivers_of_an_earlier_cuda_get_none_of_it(
     reasons = [message for _, message in messages(said)]
     assert len(reasons) == (not taken)
     assert all("made for drivers of CUDA 13 and later, and PyTorch is built for CUDA 12.8" in each for each in reasons)
+    assert all(each.endswith("; a PyTorch for CUDA 13 uses it") for each in reasons)  # no other release would serve
 
 
 def test_a_driver_that_refuses_the_machine_code_is_a_warning_and_the_kernel_is_compiled(

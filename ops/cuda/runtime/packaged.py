@@ -76,10 +76,10 @@ def find(name: str, sources: str) -> bytes | None:
     if package is None:
         return None
     if (fault := package.fault(sources)) is not None:
-        info_once(
-            f"{DISTRIBUTION} {package.version} is not used, and NVRTC compiles the kernels: {fault}; "
-            "pip install -U 'fp8fn[cubins]' brings the one that fits"
-        )
+        remedy = "pip install -U 'fp8fn[cubins]' brings the one that fits"
+        if package.sources == sources:  # no release has cubins for drivers of an earlier CUDA
+            remedy = f"a PyTorch for CUDA {package.nvrtc[0]} uses it"
+        info_once(f"{DISTRIBUTION} {package.version} is not used, and NVRTC compiles the kernels: {fault}; {remedy}")
         return None
     if (checksum := package.kernels.get(name)) is None:
         return None
