@@ -10,23 +10,22 @@ than Hopper that is Triton's `scaled_mm` by default. `--dry-run` lists the candi
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
 import torch
 
 from fp8fn.bench.shapes import ANCHORS, LLM84, SMALL
-from fp8fn.cli import tune_op
+from fp8fn.cli import tune_loop, tune_op
 from fp8fn.cli.environment import describe
 from fp8fn.cli.options import gpu, output_file, parser_of
+from fp8fn.cli.tune_loop import NotKept, Outcome
 from fp8fn.ops import targets
-from fp8fn.ops.code_cache import VARIABLE
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.targets import Chip, Target, chip_of, named_target
@@ -68,8 +67,6 @@ def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
         return _tune_op(parser, args, chip, cast("OpBench | None", bench), _origin(argv))
     if not (args.shapes or args.suite or args.export):
         parser.error("give --shapes M,N,K ... or --suite, or --export to write what the cache has")
-    if importlib.util.find_spec("tqdm") is None:
-        parser.error("needs tqdm: pip install tqdm")
     try:
         problems = problems_of(args.shapes or SUITES.get(args.suite, ()), args.products, parse_recipe(args.recipe))
     except ValueError as error:
@@ -77,20 +74,23 @@ def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
     if args.dry_run:
         print("\n".join(f"{problem}: {listed(problem, chip)}" for problem in problems))
         return 0
+    _check_tqdm(parser)
     bench = cast(Bench, bench) if bench else _gpu_bench(parser, args.device, warm=bool(problems))
     try:
-        left = sweep(problems, bench, force=args.force, budget=args.budget)
+        outcome = sweep(problems, bench, force=args.force, budget=args.budget)
     except NotKept as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     found = table.users(bench.chip)
     if problems:
         print(report({p: found.entries[p] for p in problems if p in found.entries}, bench.chip.multiprocessors))
-        print(f"\n{len(problems) - left} of {len(problems)} products are tuned, in {table.user_path(bench.chip)}")
+        print(
+            f"\n{len(problems) - outcome.left} of {len(problems)} products are tuned, in {table.user_path(bench.chip)}"
+        )
     if args.export:
         table.write(args.export, found)
         print(f"{len(found.entries)} products of the {bench.chip.name} written to {args.export}")
-    return 0
+    return outcome.tell(parser.prog)
 
 
 def listed(problem: Problem, chip: Chip) -> str:
@@ -106,10 +106,6 @@ def listed(problem: Problem, chip: Chip) -> str:
     return "\n".join(lines)
 
 
-class NotKept(RuntimeError):
-    """The user's table can't be written; the message says where it is, and what to do."""
-
-
 def problems_of(shapes: Iterable[tuple[int, ...]], products: Sequence[str], recipe: Recipe) -> tuple[Problem, ...]:
     """The problems of some products of linear layers `(M, N, K)`, each once, the small ones first."""
     found = {linear_problems(m, n, k, recipe)[product] for m, n, k in shapes for product in products}
@@ -121,36 +117,25 @@ def problems_of(shapes: Iterable[tuple[int, ...]], products: Sequence[str], reci
     return tuple(sorted(found, key=lambda p: (p.operations, str(p))))
 
 
-def sweep(problems: Sequence[Problem], bench: Bench, *, force: bool = False, budget: float | None = None) -> int:
-    """Tunes the problems that the user's table has not yet, saving each; returns how many are left for want of time."""
-    from tqdm import tqdm
-
+def sweep(problems: Sequence[Problem], bench: Bench, *, force: bool = False, budget: float | None = None) -> Outcome:
+    """Tunes the problems that the user's table has not yet, saving each."""
     known = {} if force else table.users(bench.chip).entries
     todo = [problem for problem in problems if problem not in known]
     origin = _origin()
-    began, done = time.perf_counter(), 0
-    with tqdm(total=len(todo), unit="product", disable=not todo) as bar:
-        for problem in todo:
-            if budget is not None and time.perf_counter() - began >= budget:
-                break
-            bar.set_description(str(problem))
-            entry = tune(problem, bench)
-            try:
-                table.add(bench.chip, {problem: entry}, origin)
-            except OSError as error:
-                why = f"{table.user_path(bench.chip)} can't be written ({error.strerror or error})"
-                raise NotKept(f"{why}: set {VARIABLE} to a folder that you can write") from error
-            gc.collect()  # the operands of the last problem: up to 15 GB
-            done += 1
-            bar.update()
+
+    def keep(problem: Problem, entry: Entry) -> None:
+        table.add(bench.chip, {problem: entry}, origin)
+
+    measure = partial(tune, bench=bench)
+    outcome = tune_loop.each(todo, str, measure, keep, bench.clock, table.user_path(bench.chip), budget)
     table.forget()
-    return len(todo) - done
+    return outcome
 
 
 def _origin(argv: Sequence[str] | None = None) -> dict[str, str]:
     """Versions and date, and the command where its arguments are given."""
-    wanted = ("fp8fn", "torch", "triton", "CUDA")
-    versions = {key: value for key, value in describe().items() if key in wanted}
+    wanted = ("fp8fn", "torch", "triton", "CUDA", "ROCm")
+    versions = {key: value for key, value in describe().items() if key in wanted and value != "none"}
     if nvrtc.unavailable() is None:
         versions["NVRTC"] = ".".join(map(str, nvrtc.version()))
     command = {} if argv is None else {"command": " ".join(["python -m fp8fn tune", *argv])}
@@ -210,20 +195,31 @@ def _tune_op(
     shapes = args.shapes or SUITES.get(args.suite)
     wanted = tune_op.Wanted(targets.target_of_chip(chip), args.products, args.recipe)
     try:
-        keys = tune_op.keys_of(args.op, shapes, wanted)
+        tune_op.check_options(args.op, wanted)
+        keys, refused = tune_op.looked_up(args.op, tune_op.keys_of(args.op, shapes, wanted), chip)
         text = tune_op.dry_run(args.op, keys if args.dry_run else keys[:1], chip)
     except ValueError as error:
         parser.error(str(error))
+    for reason in refused:
+        print(f"{parser.prog}: left out: {reason}", file=sys.stderr)
     if args.dry_run:
         print(text)
         return 0
-    return tune_op.run(args, bench or tune_op.OPS[args.op].bench(*_gpu(parser, args.device, warm=True)), origin, keys)
+    _check_tqdm(parser)
+    bench = bench or tune_op.OPS[args.op].bench(*_gpu(parser, args.device, warm=True))
+    return tune_op.run(args, parser.prog, bench, origin, keys)
+
+
+def _check_tqdm(parser: argparse.ArgumentParser) -> None:
+    if importlib.util.find_spec("tqdm") is None:
+        parser.error("needs tqdm: pip install tqdm")
 
 
 def _chip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Chip:
     """The chip of `--device`, or of `--arch` for a dry run."""
-    if args.arch and args.dry_run:
-        return Chip(args.arch, targets.target_of_chip(Chip(args.arch, 0)).cores)
+    named = named_target(args.arch) if args.arch else None
+    if named is not None and args.dry_run:
+        return Chip(args.arch, named[1].cores)
     device = _present(parser, args.device)
     chip, target = chip_of(device, targets.target_of(device)), targets.target_of(device)
     if args.arch and target.name != targets.target_of_chip(Chip(args.arch, 0)).name:

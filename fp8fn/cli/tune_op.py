@@ -6,17 +6,18 @@ where it was. On Hopper a weight is measured as a constant and as another. `--dr
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from fp8fn.bench.decode import BATCH_ROWS, BLOCK, BLOCK_M, EXPERTS, MX_ROWS, ROWS, TOP_K
 from fp8fn.bench.shapes import BATCH_DECODE, DECODE, LLM84, MX_MOE, MX_WEIGHTS
+from fp8fn.cli import tune_loop
+from fp8fn.cli.tune_loop import NotKept, Outcome
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.targets import Chip, Target, hopper_fault, target_of_chip
 from fp8fn.ops.tuning import (
@@ -37,6 +38,7 @@ from fp8fn.ops.tuning.sweep import Clock
 from fp8fn.ops.tuning.weight import WeightProblem
 
 Shape = tuple[int, ...]
+_PRODUCTS: Final = ",".join(PRODUCTS)
 # Numbers of groups that torchao times its quantizers of grouped tokens with, at (M, N).
 GROUPS: Final = (1, 16, 64)
 GROUPED: Final[tuple[Shape, ...]] = ((16640, 8192, 5120),)
@@ -57,13 +59,17 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuned:
-    """How an op is tuned: its table, the keys of a shape `(M, N, K)`, its own shapes, and its bench on a GPU."""
+    """How an op is tuned: its table, the keys of a shape `(M, N, K)`, its own shapes, and its bench on a GPU.
+
+    `of_layers`: whether the keys depend on the products of a layer and on its recipe.
+    """
 
     form: Form
     keys: Callable[[Shape, Wanted], tuple[Key, ...]]
     shapes: tuple[Shape, ...]
     default: Callable[[Any], str]
     bench: Callable[[torch.device, Target, Chip, Clock], OpBench]
+    of_layers: bool = False
 
 
 def _constants(wanted: Wanted) -> tuple[bool, ...]:
@@ -92,7 +98,7 @@ def _scaled_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
     if wanted.recipe == "rowwise":
         layouts = dict.fromkeys(sizes, "rowwise")
     elif wanted.recipe != "blockwise":
-        raise ValueError("Triton's products are tuned for blockwise and rowwise")
+        raise ValueError(f"--recipe {wanted.recipe}: Triton's products are tuned for blockwise and rowwise")
     return tuple((layouts[product], *sizes[product], 1) for product in wanted.products)
 
 
@@ -108,7 +114,7 @@ def _expert_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
     tokens = ceil_power_of_two(m)
     layouts = {"blockwise": ("rows", "tokens"), "blockwise_square": ("rows", "squares"), "rowwise": ("rowwise", None)}
     if wanted.recipe not in layouts:
-        raise ValueError(f"products of groups are tuned for {', '.join(layouts)}")
+        raise ValueError(f"--recipe {wanted.recipe}: products of groups are tuned for {', '.join(layouts)}")
     rows, summed = layouts[wanted.recipe]
     sizes = {"forward": (rows, tokens, n, k), "dgrad": (rows, tokens, k, n), "wgrad": (summed, n, k, tokens)}
     found = (sizes[product] for product in wanted.products)
@@ -128,6 +134,7 @@ OPS: Final[Mapping[str, Tuned]] = {
         shapes=tuple(dict.fromkeys((s.M, s.N, s.K) for s in LLM84)),
         default=triton_table.default,
         bench=chain_device.scaled_bench,
+        of_layers=True,
     ),
     "quantize_grouped": Tuned(
         form=grouped_table.FORM,
@@ -142,6 +149,7 @@ OPS: Final[Mapping[str, Tuned]] = {
         shapes=EXPERT_LAYERS,
         default=grouped_mm_table.default,
         bench=chain_device.groups_bench,
+        of_layers=True,
     ),
     "mm_a16w8": Tuned(
         form=weight_table.FORM,
@@ -171,34 +179,58 @@ OPS: Final[Mapping[str, Tuned]] = {
 
 
 def keys_of(op: str, shapes: Iterable[Shape] | None, wanted: Wanted) -> tuple[Key, ...]:
-    """The keys to measure, each once."""
+    """The keys to measure, each once; ValueError where there are none."""
     tuned = OPS[op]
-    return tuple(dict.fromkeys(key for shape in shapes or tuned.shapes for key in tuned.keys(shape, wanted)))
+    found = tuple(dict.fromkeys(key for shape in shapes or tuned.shapes for key in tuned.keys(shape, wanted)))
+    if not found:
+        products = ",".join(wanted.products)
+        raise ValueError(f"--op {op} has no {products} with --recipe {wanted.recipe}: name another of {_PRODUCTS}")
+    return found
+
+
+def check_options(op: str, wanted: Wanted) -> None:
+    """ValueError for an option that the op does not read."""
+    for name, value, usual in (
+        ("--products", ",".join(wanted.products), _PRODUCTS), ("--recipe", wanted.recipe, Wanted(wanted.target).recipe),
+    ):  # fmt: skip
+        if value != usual and not OPS[op].of_layers:
+            others = " and ".join(other for other, tuned in OPS.items() if tuned.of_layers)
+            raise ValueError(f"{name} {value} has no effect on --op {op}: leave it out, since only {others} read it")
+
+
+def looked_up(op: str, keys: Sequence[Key], chip: Chip) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+    """The keys that calls look up in a table, and a line for each other one; ValueError where no key is left."""
+    form, found, refused = OPS[op].form, [], []
+    for key in keys:
+        try:
+            form.problem(key, chip)
+            found.append(key)
+        except ValueError as error:
+            refused.append(f"{named(form, key)} {error}")
+    if not found:
+        raise ValueError("; ".join(refused))
+    return tuple(found), tuple(refused)
 
 
 def sweep(
     tuned: Tuned, keys: Sequence[Key], bench: OpBench, origin: Mapping[str, str], *,
     force: bool = False, budget: float | None = None,
-) -> int:  # fmt: skip
-    """Tunes the keys that the user's table has not yet, saving each; returns how many are left for want of time."""
-    from tqdm import tqdm
-
+) -> Outcome:  # fmt: skip
+    """Tunes the keys that the user's table has not yet, saving each."""
     form = tuned.form
     known = {} if force else measured.users(form, bench.chip).rows
     todo = [key for key in keys if key not in known]
-    began, done = time.perf_counter(), 0
-    with tqdm(total=len(todo), unit="product", disable=not todo) as bar:
-        for key in todo:
-            if budget is not None and time.perf_counter() - began >= budget:
-                break
-            bar.set_description(named(form, key))
-            row = op_sweep.tune(form, key, bench, tuned.default(form.problem(key, bench.chip)))
-            measured.add(Table(form, bench.chip, {key: row}, origin))
-            gc.collect()  # the operands of the last problem
-            done += 1
-            bar.update()
+
+    def measure(key: Key) -> Row:
+        return op_sweep.tune(form, key, bench, tuned.default(form.problem(key, bench.chip)))
+
+    def keep(key: Key, row: Row) -> None:
+        measured.add(Table(form, bench.chip, {key: row}, origin))
+
+    path = measured.user_path(form, bench.chip)
+    outcome = tune_loop.each(todo, partial(named, form), measure, keep, bench.clock, path, budget)
     measured.forget()
-    return len(todo) - done
+    return outcome
 
 
 def named(form: Form, key: Key) -> str:
@@ -240,20 +272,20 @@ def dry_run(op: str, keys: Sequence[Key], chip: Chip) -> str:
     return "\n".join(lines)
 
 
-def run(args: Any, bench: OpBench, origin: Mapping[str, str], keys: Sequence[Key]) -> int:
-    """Tunes, reports and exports as the arguments of `tune` say."""
+def run(args: Any, program: str, bench: OpBench, origin: Mapping[str, str], keys: Sequence[Key]) -> int:
+    """Tunes, reports and exports as the arguments of `tune` say; `program` begins a message."""
     tuned = OPS[args.op]
     form = tuned.form
     path = measured.user_path(form, bench.chip)
     try:
-        left = sweep(tuned, keys, bench, origin, force=args.force, budget=args.budget)
-    except OSError as error:
-        print(f"tune: {path} can't be written: {error.strerror or error}", file=sys.stderr)
+        outcome = sweep(tuned, keys, bench, origin, force=args.force, budget=args.budget)
+    except NotKept as error:
+        print(f"{program}: {error}", file=sys.stderr)
         return 1
     found = measured.users(form, bench.chip)
     print(report(tuned, {key: found.rows[key] for key in keys if key in found.rows}, bench.chip))
-    print(f"\n{len(keys) - left} of {len(keys)} products are tuned, in {path}")
+    print(f"\n{len(keys) - outcome.left} of {len(keys)} products are tuned, in {path}")
     if args.export:
         measured.write(args.export, found)
         print(f"{len(found.rows)} products of the {bench.chip.name} written to {args.export}")
-    return 0
+    return outcome.tell(program)

@@ -22,6 +22,7 @@ from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.tuning.amd_model import PROCESSORS, Cost, Kernel, Time, cycles, groups_per_cu, product_time
 
 FORMAT: Final = 1
+LINE: Final = 16  # elements that an aligned operand has a multiple of, in each line and between lines
 KERNEL_COLUMNS: Final = (
     "product", "config", "BK", "step_matrix", "step_vector", "step_lds", "step_memory",
     "rest_matrix", "rest_vector", "rest_lds", "rest_memory", "peeled", "vgprs", "agprs", "sgprs", "lds",
@@ -121,15 +122,15 @@ def product_of(a: Tensor, a_block: Block, b: Tensor, b_block: Block) -> str | No
 
 
 def is_aligned(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether all that a product loads and stores lies in whole lines of 16 elements."""
+    """Whether all that a product loads and stores lies in whole lines of `LINE` elements."""
     return all(_has_lines(x) for x in (a, b, out))
 
 
 def _has_lines(x: Tensor) -> bool:
     rows, columns = x.shape[-2:]
     if x.stride(-1) == 1:
-        return columns % 16 == 0 and x.stride(-2) % 16 == 0
-    return x.stride(-2) == 1 and rows % 16 == 0 and x.stride(-1) % 16 == 0
+        return columns % LINE == 0 and x.stride(-2) % LINE == 0
+    return x.stride(-2) == 1 and rows % LINE == 0 and x.stride(-1) % LINE == 0
 
 
 class ModelledConfig(NamedTuple):

@@ -44,8 +44,8 @@ _SPILLS: Final[Mapping[tuple[str, str, str], int]] = {
     ("sm120", "wgrad", "128x64w8s3"): 2,
     ("sm120", "wgrad", "128x64w8s4"): 2,
 }
-# Bytes of shared memory that one program may take.
-_SHARED: Final[Mapping[int | str, int]] = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 120: 99 << 10}
+# Bytes of shared memory that one program may take, by the major compute capability.
+_SHARED: Final[Mapping[int, int]] = {8: 99 << 10, 9: 227 << 10, 10: 227 << 10, 11: 227 << 10, 12: 99 << 10}
 _MOST_REGISTERS: Final = 255
 
 
@@ -186,12 +186,12 @@ def _rate(processor: Processor) -> int:
 
 def _nvidia_rules(problem: TileProblem) -> list[Candidate]:
     """Tiles of 16 to 128 rows by 64 or 128 columns; no model knows these processors, so only limits prune."""
-    arch, found = problem.target.arch, []
+    most, found = _SHARED.get(int(problem.target.arch) // 10, min(_SHARED.values())), []
     for bm, bn, warps, stages in combinations((16, 32, 64, 128), (64, 128), (4, 8), (2, 3, 4)):
         shared, registers = stages * (bm + bn) * _BK, _LANE * 2 * bm * bn // (32 * warps * _LANE) + 64
         reason = None
-        if shared > _SHARED[arch]:
-            reason = f"needs {shared} B of shared memory, a block has {_SHARED[arch]}"
+        if shared > most:
+            reason = f"needs {shared} B of shared memory, a block has {most}"
         elif registers > _MOST_REGISTERS:
             reason = f"needs about {registers} registers a thread, a thread has {_MOST_REGISTERS}"
         elif bm * bn < 16 * 16 * warps:

@@ -18,6 +18,9 @@ def _problem(key: Key, chip: Chip) -> TileProblem:
     check_sizes(M=m, N=n, K=k, batch=batch)
     if layout not in list(LAYOUTS):
         raise ValueError(f"has {layout!r:.40} as product, which has to be one of {', '.join(LAYOUTS)}")
+    for name, size in {"TN": {"M": m, "N": n}}.get(layout, {"N": n, "K": k}).items():
+        if size % amd.LINE:
+            raise ValueError(f"has {size} as {name}: products are found by multiples of {amd.LINE} alone")
     return TileProblem(layout, m, n, k, target_of_chip(chip), batch)
 
 

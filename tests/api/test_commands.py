@@ -322,7 +322,7 @@ def tuned_after(count: int, asked: list[Problem], monkeypatch: pytest.MonkeyPatc
 
     assert sweep.tune is tune.tune
     monkeypatch.setattr(tune, "tune", one)
-    monkeypatch.setattr(tune, "_gpu_bench", lambda *_, **__: SimpleNamespace(chip=CHIP))
+    monkeypatch.setattr(tune, "_gpu_bench", lambda *_, **__: SimpleNamespace(chip=CHIP, clock=None))
     monkeypatch.setattr(tune, "_chip", lambda *_: CHIP)
 
 

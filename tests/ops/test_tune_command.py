@@ -13,6 +13,7 @@ import torch
 import fp8fn
 from fp8fn import cli
 from fp8fn.cli import tune as command
+from fp8fn.cli import tune_loop
 from fp8fn.ops.tuning import compare, table
 from fp8fn.ops.tuning.model import W, config_name, ranked
 from fp8fn.ops.tuning.table import Table
@@ -74,7 +75,7 @@ def test_an_interrupted_run_goes_on_where_it_was() -> None:
 
 def test_a_budget_ends_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = iter(range(0, 1000, 10))
-    monkeypatch.setattr(command, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(tune_loop, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     status, bench = run(*SHAPES, "--budget", "25")
     assert (status, len(bench.asked)) == (0, 2)
     assert "2 of 5 products are tuned" in capsys.readouterr().out

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import math
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -271,6 +275,130 @@ def test_what_is_tuned_on_amd_is_what_the_dispatch_takes() -> None:
         TileProblem("dgrad", m + 1, k, n, gfx950).product(), TileProblem("dgrad", m, k, n + 8, gfx950).product(),
     ):  # fmt: skip
         assert SCALED_MM.choose(replace(other, chip=other.chip or MI355X)).config is None
+
+
+class FailingBench(DriftingBench):
+    """Problems of some sizes don't fit in memory; `dead`: the device works no more after the first of these."""
+
+    def __init__(self, rows: int, dead: bool = False) -> None:
+        super().__init__(MI355X, fastest(""))
+        self.rows, self.dead, self.failed = rows, dead, False
+        self.clock.warm = self.warm  # type: ignore[method-assign]
+
+    def calls(self, problem: Any, candidates: Any) -> Any:
+        if problem.m == self.rows:
+            self.failed = True
+            raise torch.OutOfMemoryError("no memory for it")
+        return super().calls(problem, candidates)
+
+    def warm(self, seconds: float) -> None:
+        if self.dead and self.failed:
+            raise RuntimeError("HIP error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_problem_that_fails_is_reported(dead: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others are tuned all the same, unless the device works no more."""
+    shapes = ["--shapes", "256,512,512", "1024,512,512", "512,512,512"]
+    bench = FailingBench(1024, dead)
+    assert tune.main([*shapes, "--products", "forward"], bench) == 1  # type: ignore[arg-type]
+    rows = measured.users(triton_table.FORM, MI355X).rows
+    assert [key[1] for key in rows] == ([256] if dead else [256, 512])
+    said = capsys.readouterr()
+    assert f"{1 if dead else 2} of 3 products are tuned" in said.out
+    why = "product=forward M=1024 N=512 K=512 batch=1 is not tuned: OutOfMemoryError: no memory for it"
+    assert f"python -m fp8fn tune: {why}" in said.err
+    assert ("the device has failed (RuntimeError: HIP error: an illegal memory access" in said.err) == dead
+    # The same command goes on after what is tuned.
+    assert tune.main([*shapes, "--products", "forward"], FailingBench(0)) == 0  # type: ignore[arg-type]
+    assert sorted(key[1] for key in measured.users(triton_table.FORM, MI355X).rows) == [256, 512, 1024]
+
+
+def test_what_can_not_be_kept_ends_the_sweep(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    bench = DriftingBench(MI355X, fastest(""))
+    assert tune.main(["--shapes", "512,512,512"], bench) == 1  # type: ignore[arg-type]
+    assert len(bench.asked) == 1
+    path = measured.user_path(triton_table.FORM, MI355X)
+    why = f"{path} can't be written (No space left on device): set FP8FN_CACHE_DIR to a folder that you can write"
+    assert why in capsys.readouterr().err
+
+
+def test_products_that_no_call_looks_up_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table's product has lines of whole 16 elements: another row would never be read."""
+    bench = DriftingBench(MI355X, fastest(""))
+    assert tune.main(["--shapes", "1000,512,256"], bench) == 0  # type: ignore[arg-type]
+    assert [(problem.layout, problem.m, problem.n, problem.k) for problem in bench.asked] == [
+        ("forward", 1000, 512, 256), ("dgrad", 1000, 256, 512),
+    ]  # fmt: skip
+    said = capsys.readouterr()
+    assert "2 of 2 products are tuned" in said.out
+    assert "left out: product=wgrad M=512 N=256 K=1000 batch=1 has 1000 as K: products are found by mul" in said.err
+    for key in measured.users(triton_table.FORM, MI355X).rows:
+        product = triton_table.FORM.problem(key, MI355X).product()
+        assert triton_table.key_of(product) == key
+    for layout in triton_table.LAYOUTS:
+        for sizes in ((17, 16, 16), (16, 17, 16), (16, 16, 17)):
+            key = triton_table.key_of(TileProblem(layout, *sizes, target("gfx950")).product())
+            if key is not None:
+                triton_table.FORM.problem(key, MI355X)
+                continue
+            with pytest.raises(ValueError, match=r"has 17 as [MNK]: products are found by multiples of 16 alone"):
+                triton_table.FORM.problem((layout, *sizes, 1), MI355X)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--shapes", "100,200,300"), "product=forward M=100 N=200 K=300 batch=1 has 200 as N: products are found by"),
+        (("--op", "mx_mm", "--recipe", "rowwise"), "--recipe rowwise has no effect on --op mx_mm: leave it out"),
+        (("--op", "mm_a16w8", "--products", "wgrad"), "--products wgrad has no effect on --op mm_a16w8: leave it out"),
+        (("--recipe", "mxfp8"), "--recipe mxfp8: Triton's products are tuned for blockwise and rowwise"),
+        (
+            ("--arch", "h200", "--op", "scaled_grouped_mm", "--recipe", "rowwise", "--products", "wgrad"),
+            "--op scaled_grouped_mm has no wgrad with --recipe rowwise: name another of forward,dgrad,wgrad",
+        ),
+    ],
+)
+def test_wrong_use_of_an_op_exits_2(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        tune.main(["--dry-run", "--arch", "gfx950", *argv])
+    assert leave.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_op_is_not_tuned_without_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        tune.main(["--shapes", "512,512,512"], DriftingBench(MI355X, fastest("")))  # type: ignore[arg-type]
+    assert "needs tqdm: pip install tqdm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("l4", 58), ("h20", 78), ("mi300a", 228), ("rtx 5090", 170), ("b200", 148)]
+)
+def test_a_dry_run_for_a_product_is_for_its_own_processors(
+    name: str, count: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(tune_op, "dry_run", lambda op, keys, chip: seen.append(chip) or "")
+    assert tune.main(["--op", "mm_a16w8", "--arch", name, "--dry-run"]) == 0
+    assert seen == [Chip(name, count)]
+
+
+@pytest.mark.parametrize(("arch", "most"), [(101, 227), (103, 227), (110, 227), (121, 99), (130, 99)])
+def test_nvidia_processors_without_a_name_have_candidates(arch: int, most: int) -> None:
+    """Shared memory is by the major compute capability, and of an unknown one the least."""
+    found = space(TileProblem("forward", *SHAPE, Target("cuda", arch, 32, 48)))
+    reasons = {candidate.pruned for candidate in found if candidate.pruned and "shared memory" in candidate.pruned}
+    assert all(reason.endswith(f"a block has {most << 10}") for reason in reasons)
+    assert any(candidate.pruned is None for candidate in found)
+    assert bool(reasons) == (most == 99)
 
 
 def test_a_turned_store_is_not_taken_for_a_bias() -> None:

@@ -1,0 +1,108 @@
+"""The loop of `python -m fp8fn tune`: one problem after another, each kept before the next one starts.
+
+A problem that can't be measured (its operands don't fit in memory, or none of its candidates runs) is reported, and the
+problems after it are tuned all the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from fp8fn.ops.code_cache import VARIABLE
+from fp8fn.ops.tuning.sweep import Clock
+from fp8fn.timing import reason
+
+_Problem = TypeVar("_Problem")
+_Row = TypeVar("_Row")
+
+_PROBE_S = 0.01  # of products, after a failure: does the device still work?
+
+
+class NotKept(RuntimeError):
+    """The user's table can't be written; the message says where it is, and what to do."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How many problems are tuned now, how many are not, and why some of these failed: a line each."""
+
+    done: int
+    left: int
+    failures: tuple[str, ...] = ()
+
+    def tell(self, program: str) -> int:
+        """Prints the failures, and returns the command's exit status: 1 where there is one."""
+        for failure in self.failures:
+            print(f"{program}: {failure}", file=sys.stderr)
+        return int(bool(self.failures))
+
+
+def each(
+    todo: Sequence[_Problem], name: Callable[[_Problem], str], measure: Callable[[_Problem], _Row],
+    keep: Callable[[_Problem, _Row], object], clock: Clock, path: Path, budget: float | None = None,
+) -> Outcome:  # fmt: skip
+    """Measures and keeps each problem of `todo`, with a progress bar; none begins when `budget` seconds are over.
+
+    A device that works no more after a failure ends the loop. Raises NotKept where `path`, the table, can't be written.
+    """
+    from tqdm import tqdm
+
+    began, done, failures = time.perf_counter(), 0, []
+    with tqdm(total=len(todo), unit="product", disable=not todo) as bar:
+        for problem in todo:
+            if budget is not None and time.perf_counter() - began >= budget:
+                break
+            bar.set_description(name(problem))
+            failure = None
+            try:
+                row = measure(problem)
+            except RuntimeError as error:
+                failure = reason(error)
+            if failure is None:
+                _kept(path, partial(keep, problem, row))
+                done += 1
+            else:
+                failures.append(f"{name(problem)} is not tuned: {failure}")
+                if (dead := _device_fault(clock)) is not None:
+                    failures.append(
+                        f"the device has failed ({dead}); run the command again, and leave this shape out of --shapes "
+                        "if the device fails at it again"
+                    )
+                    break
+            _free()
+            bar.update()
+    return Outcome(done, len(todo) - done, tuple(failures))
+
+
+def _kept(path: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        why = f"{path} can't be written ({error.strerror or error})"
+        raise NotKept(f"{why}: set {VARIABLE} to a folder that you can write") from error
+
+
+def _device_fault(clock: Clock) -> str | None:
+    """Why the device works no more, or None."""
+    try:
+        _free()
+        clock.warm(_PROBE_S)
+    except RuntimeError as error:
+        return reason(error)
+    return None
+
+
+def _free() -> None:
+    """Frees the operands of the last problem, up to 15 GB."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
