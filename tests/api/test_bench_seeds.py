@@ -240,6 +240,27 @@ def test_published_figures_stand_beside_ours() -> None:
     assert "Measured: 1 of 8 shapes E,N,K, 1 of 6 shapes G,M,N." in text
 
 
+@pytest.mark.parametrize("snr_db", [24.9, -3.0, float("nan")])
+def test_a_wrong_result_has_no_time_in_the_report(snr_db: float) -> None:
+    """Neither in a table nor in a mean; the report says of how many shapes."""
+    loop = "fp8fn product, expert by expert"
+    rows = [
+        layer(2, 100.0, 300.0, 1.5),
+        layer(26, 400.0, 400.0, 1.5),
+        entry("001", "layers", (8, 16640, 8192, 5120), {"fp8fn product": 2000.0, loop: 3000.0}),
+        entry("001", "layers", (8, 16384, 4096, 4096), {"fp8fn product": 10.0, loop: 3000.0}),
+    ]
+    for wrong in (rows[1]["rows"][1], rows[3]["rows"][0]):
+        wrong["snr_db"] = {"out": 28.5, "dA": snr_db}
+    text = report({**RUN, "rows": rows})
+    assert [each.layer.id for each in layers.measured(figures.of_run({**RUN, "rows": rows}, "000"))] == [2, 74]
+    assert _cells(text, "forward, geometric mean")[0] == "1374"
+    assert "Geometric means: 1.50x expert by expert." in text
+    assert _cells(text, "8,16384,4096,4096", "rowwise, ms")[:2] == ["", ""]
+    assert "- fp8fn backward (1 shape): n/a: `a wrong result, under 25 dB`" in text
+    assert "- fp8fn product (1 shape): n/a: `a wrong result, under 25 dB`" in text
+
+
 def test_the_same_gpu_is_compared_in_one_figure() -> None:
     """On an H100 torchao's kernels take 1171.2 and 1466.27 µs, and 9374.42 and 9786.64."""
     label = "fp8fn a scale for each row of N"

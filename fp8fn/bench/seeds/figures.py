@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fp8fn.bench import tables
@@ -44,9 +45,16 @@ def of_run(run: Mapping[str, Any], seed: str) -> Figures:
     found: dict[str, dict[Shape, dict[str, Row]]] = {part: {} for part in SEEDS[seed].parts}
     for entry in run["rows"]:
         if entry["seed"] == seed and entry["part"] in found:
-            rows = [Row.of_json(row) for row in entry["rows"]]
+            rows = [_right(Row.of_json(row)) for row in entry["rows"]]
             found[entry["part"]][tuple(entry["shape"])] = {row.label: row for row in rows}
     return Figures(found, None if run["setting"]["scaled_down"] else published(), run["device"])
+
+
+def _right(row: Row) -> Row:
+    """A row whose result is wrong has no time: a kernel that computes something else is not faster."""
+    if not row.wrong:
+        return row
+    return replace(row, us=None, graph_us=None, rate=None, unavailable=f"a wrong result, under {row.snr_bar_db:g} dB")
 
 
 class Column(NamedTuple):
