@@ -132,7 +132,7 @@ def _planned(
     values = (A_BLOCK, b_block, out.dtype)
     product = replace(dispatch.operands(tuple(tensors), values), out=out)
     if dispatch.unserved(product) is None and dispatch.settled(product) is None:
-        _, launches = dispatch._loadable(product)
+        _, launches = dispatch.loadable(product)
         if launches and all(isinstance(launch, CudaLaunch) for launch in launches):
             return call_of(cast(Any, launches), (*dispatch.inputs, "out"), Outputs({}, 0))
 

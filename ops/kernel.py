@@ -207,7 +207,7 @@ class Dispatch:
     def choose(self, operands: Any) -> Choice:
         """The kernel for operands, from which `plan` makes the launches."""
         problem = self.problem(operands)
-        faults = (*self.faults.items(), *self._missing())
+        faults = () if nvrtc.CHOOSES_ELSEWHERE.get() else (*self.faults.items(), *self._missing())
         if self.by_value:
             return _choice_by_value(self, problem, faults)
         return choose(problem, self.kernels, self.named(problem), dict(faults))
@@ -228,7 +228,7 @@ class Dispatch:
             return outputs.results
         if (settled := self.settled(operands)) is not None:
             return self(settled, values)
-        choice, launches = self._loadable(operands)
+        choice, launches = self.loadable(operands)
         if not launches:
             return self.reference(operands)
         if all(isinstance(launch, CudaLaunch) for launch in launches):
@@ -246,7 +246,7 @@ class Dispatch:
             launch.run()
         return outputs.results
 
-    def _loadable(self, operands: Any) -> tuple[Choice, tuple[Launch, ...]]:
+    def loadable(self, operands: Any) -> tuple[Choice, tuple[Launch, ...]]:
         """The first choice whose kernels can be compiled and loaded on this machine, and its launches."""
         while True:
             choice, launches = self._chosen(operands)
@@ -297,3 +297,8 @@ def _shapes(operands: Any) -> str:
 @lru_cache(maxsize=4096)
 def _choice_by_value(dispatch: Dispatch, problem: Hashable, faults: tuple[tuple[str, str], ...]) -> Choice:
     return choose(problem, dispatch.kernels, dispatch.named(problem), dict(faults))
+
+
+def forget() -> None:
+    """Chooses again for problems that are equal by value, as after a table has changed."""
+    _choice_by_value.cache_clear()

@@ -110,7 +110,7 @@ def problem_of(product: RoutedProduct) -> MoeProblem:
         block_m=routing.block_m, target=product.target, a_block=a_block, a_dtype=a.dtype, w_dtype=w.dtype,
         largest=max(*map(span, operands), product.out.itemsize * product.out.numel()),
         k_lines=has_lines(a) and has_lines(w.mT), longest_step=max(max(x.stride()) for x in operands),
-        chip=chip_of(a.device, product.target) if a.is_cuda else None,
+        chip=chip_of(a.device, product.target),
     )  # fmt: skip
 
 

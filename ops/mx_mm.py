@@ -106,7 +106,7 @@ def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor, constant: 
 def _problem(product: ScaledProduct) -> Problem:
     (a, a_scale, _), (b, b_scale, _) = product.a, product.b
     problem = problem_of(a, b, product.target, a_scale, b_scale, constant=product.constant)
-    return replace(problem, chip=chip_of(a.device, product.target)) if a.is_cuda else problem
+    return replace(problem, chip=product.chip or chip_of(a.device, product.target))
 
 
 def span(x: Tensor) -> int:

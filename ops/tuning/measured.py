@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from fp8fn.ops.code_cache import replace_whole, warn_once
 from fp8fn.ops.kernel import Named
+from fp8fn.ops.kernel import forget as forget_choices
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.nearest import nearest
 from fp8fn.ops.tuning.table import user_path as dense_path
@@ -139,6 +140,7 @@ def _shipped(form: Form, chip: Chip, own: Path) -> Table | None:
 def forget() -> None:
     """Reads the files again when they are next asked for."""
     _tables.cache_clear()
+    forget_choices()
 
 
 def user_path(form: Form, chip: Chip) -> Path:

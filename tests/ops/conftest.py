@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of compiled kernels and tuned tables."""
-    from fp8fn.ops.tuning import table
+    from fp8fn.ops.tuning import measured, table
 
     monkeypatch.setenv("FP8FN_CACHE_DIR", str(tmp_path / "cache"))
     table.forget()
+    measured.forget()
     return tmp_path / "cache"
 
 

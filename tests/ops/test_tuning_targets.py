@@ -20,6 +20,9 @@ pytest.importorskip("triton")
 pytest.importorskip("tqdm")
 
 from fp8fn.cli import tune, tune_op
+from fp8fn.lowering.explain import explain
+from fp8fn.ops import mx_mm, targets
+from fp8fn.ops.hip.launch import HipLaunch
 from fp8fn.ops.mx_mm import choose as choose_mx
 from fp8fn.ops.quantize_grouped import QUANTIZE_GROUPED
 from fp8fn.ops.scaled_mm import SCALED_MM
@@ -459,3 +462,44 @@ def test_products_in_mx_are_tuned_with_the_kernels_in_hip() -> None:
     assert tune.main(["--op", "mx_mm", "--shapes", "16,2304,6144"], bench) == 0  # type: ignore[arg-type]
     choice = choose_mx(replace(problem, chip=MI355X, constant=True))  # which has no effect but on Hopper
     assert (choice.name, choice.config) == ("hip_mfma", wanted)
+
+
+MXFP8 = {"recipe": "mxfp8", "where": "*", "show": False}
+
+
+def explained(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel that `explain` names for 16 rows in MXFP8 on an MI355X, which the CPU stands for."""
+    monkeypatch.setattr(targets, "target_of", lambda device: replace(target("gfx950"), multiprocessors=256))
+    for module in (targets, mx_mm):
+        monkeypatch.setattr(module, "chip_of", lambda device, target: MI355X)
+    layer = torch.nn.Linear(6144, 2304, bias=False, dtype=torch.bfloat16)
+    (row,) = explain(layer, torch.randn(16, 6144, dtype=torch.bfloat16), **MXFP8).rows  # type: ignore[arg-type]
+    return row.kernel
+
+
+def test_explain_reads_the_table_of_mx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a call on the device does, though the operands that `explain` plans with are on no device."""
+    monkeypatch.setattr(HipLaunch, "fault", lambda launch: None)
+    assert "(hip_mfma by aiter's table)" in explained(monkeypatch)
+    wanted = MX_FORM.candidates(MX_FORM.problem((16, 2304, 6144, False), MI355X))["triton_scaled"][0]
+    bench = DriftingBench(MI355X, fastest(candidate_name("triton_scaled", wanted)))
+    assert tune.main(["--op", "mx_mm", "--shapes", "16,2304,6144"], bench) == 0  # type: ignore[arg-type]
+    path = measured.user_path(MX_FORM, MI355X)
+    assert f"(triton_scaled by {path.name})" in explained(monkeypatch)
+
+
+def test_explain_names_no_kernel_that_can_not_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HipLaunch, "fault", lambda launch: f"{launch.name} can't be loaded")
+    try:
+        found = explained(monkeypatch)
+    finally:
+        faults = dict(mx_mm.MX_MM.faults)
+        mx_mm.MX_MM.faults.clear()
+    assert faults == {"hip_mfma": "mxfp8_mfma can't be loaded"}
+    assert found.startswith("mx_mm[")
+    assert "(triton_few by default" in found
+    assert "aiter's table names it, but mxfp8_mfma can't be loaded" in found
+    # Of another machine it is not known what it can load.
+    layer, x = torch.nn.Linear(6144, 2304, bias=False, dtype=torch.bfloat16), torch.randn(16, 6144).bfloat16()
+    (row,) = explain(layer, x, target="gfx950", **MXFP8).rows  # type: ignore[arg-type]
+    assert "hip_mfma" in row.kernel.partition(" by ")[0]
