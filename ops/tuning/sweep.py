@@ -113,8 +113,10 @@ def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -
     """The times of each call's turns; what is far behind the best after `_SURE` runs has no more, but for `stays`.
 
     Only those of many calls that `heats` leaves have times, in more and shorter turns: they differ by less than the
-    clock of the chip drifts during a long one.
+    clock of the chip drifts during a long one. Where `stays` does not run, the first call has its part.
     """
+    if stays not in calls:
+        stays = next((name for name in calls if name != PEER), stays)
     finalists = heats(calls, clock, turns, stays)
     if len(finalists) < len(calls):
         turns = Turns(_HEAT * turns.rounds, max(1, turns.repeats // _HEAT))

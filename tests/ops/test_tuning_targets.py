@@ -183,6 +183,16 @@ def test_the_best_of_144_is_found_in_a_quarter_of_a_full_sweep() -> None:
     assert fooled >= 5  # the clock drifts by more than the candidates differ
 
 
+def test_a_sweep_whose_default_does_not_run_costs_no_more() -> None:
+    for seed in range(10):
+        times, best = space_of_144(seed)
+        default = next(iter(times))
+        clock, turns = DriftingClock(times, seed), turns_for(US)
+        calls = {name: clock.call(name) for name in times if name != default}
+        assert decide(measure(calls, clock, turns, default), default).config == best, seed
+        assert clock.launches / (len(times) * turns.rounds * (turns.repeats + 1)) <= 0.25
+
+
 def test_near_ties_never_flip_in_100_sweeps() -> None:
     times, best = space_of_144(0)
     names = list(times)
