@@ -14,7 +14,7 @@ from typing import Any, Final
 from fp8fn.bench import record, tables
 from fp8fn.bench.shapes import LLM84
 from fp8fn.cli import options
-from fp8fn.cli.isa import NEEDS_TRITON, OPS, SHAPE, TARGETS, assembly, figures, of_layer, product_launch
+from fp8fn.cli.isa import NEEDS_TRITON, OPS, SHAPE, TARGETS, architecture, assembly, figures, of_layer, product_launch
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning import amd
@@ -42,7 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         __doc__,
         "--arch gfx950",
     )
-    parser.add_argument("--arch", choices=TARGETS, help="the only architecture to compile for (default: both)")
+    parser.add_argument(
+        "--arch",
+        type=architecture,
+        metavar="NAME",
+        help="the only one to compile for: gfx942 or gfx950 (default: both)",
+    )
     parser.add_argument(
         "--folder",
         type=options.output_folder,

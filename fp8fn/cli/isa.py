@@ -27,7 +27,7 @@ from fp8fn.ops.layout import WHOLE, Block, empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import Quantization
-from fp8fn.ops.targets import GFX942, GFX950, Target, native_e4m3
+from fp8fn.ops.targets import GFX942, GFX950, Target, named_target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.amd_isa import Assembly, Mix, parse
 from fp8fn.ops.tuning.amd_model import (
@@ -83,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
             columns.append([figures(product_launch(op, *of_layer(op, *args.shape), target, other))])
         where = f"{target.name} ({PROCESSORS[target.name].name})"
         print(f"{op}, {','.join(map(str, args.shape))}, {where}; cycles are modelled")
-        print(text(columns, ("chosen", args.compare) if other is not None else ()), end="\n\n", flush=True)
+        shown = text(columns, ("chosen", args.compare) if other is not None else ())
+        print(shown or "no kernel in Triton: kernels in HIP serve this shape", end="\n\n", flush=True)
         found[op] = reports
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -368,6 +369,15 @@ def _config_of(name: str) -> Any:
     return config_of(name)
 
 
+def architecture(name: str) -> str:
+    """An architecture of `TARGETS`, by its name or by that of a product."""
+    found = named_target(name)
+    if found is None or found[1].name not in TARGETS:
+        known = ", ".join(TARGETS)
+        raise argparse.ArgumentTypeError(f"{name!r} is no AMD processor; choose from {known}, or name a product")
+    return found[1].name
+
+
 def _ops(names: str) -> tuple[str, ...]:
     found = tuple(names.split(","))
     for name in found:
@@ -383,7 +393,9 @@ def _parser() -> argparse.ArgumentParser:
         "",
         "--arch gfx950 --op forward --shape 8192,6144,4096",
     )
-    parser.add_argument("--arch", choices=TARGETS, help="architecture to compile for (default: gfx950)")
+    parser.add_argument(
+        "--arch", type=architecture, metavar="NAME", help="gfx950 (the default), gfx942, or a product such as MI300X"
+    )
     parser.add_argument("--op", type=_ops, metavar="NAMES", help=f"ops to compile (default: {', '.join(OPS)})")
     parser.add_argument(
         "--shape", type=sizes, default=SHAPE, metavar="M,N,K", help="x (M, K) @ w (N, K)ᵀ (default: 4096,4096,4096)"

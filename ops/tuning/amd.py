@@ -33,6 +33,11 @@ _NAME: Final = re.compile(
     r"(?P<BM>\d+)x(?P<BN>\d+)w(?P<w>\d+)s(?P<s>\d+)(?:n(?P<n>\d+))?(?:k(?P<k>\d+))?(?:e(?P<e>\d+))?(?P<h>h?)(?P<t>t?)"
     r"(?:g(?P<g>\d+))?(?:x(?P<x>\d+))?"
 )
+# What Triton compiles of the numbers in a name.
+_PARTS: Final[Mapping[str, tuple[int, ...]]] = {
+    "BM": (16, 32, 64, 128, 256, 512), "BN": (16, 32, 64, 128, 256, 512), "w": (1, 2, 4, 8, 16),
+    "n": (16, 32), "k": (1, 2),
+}  # fmt: skip
 
 # How a linear layer's products lie: forward NT, dgrad NN, wgrad on what `quantize_dual` stores; TN is wgrad on operands
 # that are row-major, as others store them.
@@ -98,6 +103,11 @@ def config_of(name: str) -> GemmConfig:
     if match is None:
         raise ValueError(f"{name!r} names no configuration; 256x128w8s2n16h is one")
     part = match.groupdict()
+    for what, known in _PARTS.items():
+        if part[what] is not None and int(part[what]) not in known:
+            raise ValueError(
+                f"{name!r} has {part[what]} as {what}, which has to be one of {', '.join(map(str, known))}"
+            )
     options = {"matrix_instr_nonkdim": part["n"], "kpack": part["k"], "waves_per_eu": part["e"]}
     return GemmConfig(
         int(part["BM"]), int(part["BN"]), int(part["w"]), int(part["s"]),

@@ -170,6 +170,10 @@ def test_names_of_configurations() -> None:
     assert (turned.WGRAD_TRANS_STORE, turned.HALVES, turned.GROUP, turned.XCDS) == (True, False, 8, 1)
     with pytest.raises(ValueError, match="'128x128' names no configuration; 256x128w8s2n16h is one"):
         amd.config_of("128x128")
+    with pytest.raises(ValueError, match="'300x128w8s2' has 300 as BM, which has to be one of 16, 32, 64, 128, 256"):
+        amd.config_of("300x128w8s2")
+    with pytest.raises(ValueError, match="'128x128w8s2n4' has 4 as n, which has to be one of 16, 32"):
+        amd.config_of("128x128w8s2n4")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -314,11 +318,25 @@ def test_the_command_prints_and_writes_figures(capsys: pytest.CaptureFixture[str
     assert found["peak, TFLOP/s"] == 5033
 
 
+def test_a_product_names_its_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--arch", "MI300X", "--op", "quantize_dual", "--shape", "128,128,128") == 0
+    assert "quantize_dual, 128,128,128, gfx942 (MI300X)" in capsys.readouterr().out
+
+
+def test_a_shape_that_no_kernel_in_triton_serves_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--op", "mx", "--shape", "16,4096,4096") == 0
+    assert capsys.readouterr().out.splitlines()[1] == "no kernel in Triton: kernels in HIP serve this shape"
+
+
 def test_wrong_use_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--op", "gemm") == 2
     assert "'gemm' is not an op; choose from forward, dgrad, wgrad" in capsys.readouterr().err
     assert run("--compare", "large") == 2
     assert "'large' names no configuration" in capsys.readouterr().err
+    assert run("--op", "forward", "--compare", "128x128w3s2") == 2
+    assert "--compare: '128x128w3s2' has 3 as w, which has to be one of 1, 2, 4, 8, 16" in capsys.readouterr().err
+    assert run("--arch", "H100") == 2
+    assert "'H100' is no AMD processor; choose from gfx942, gfx950, or name a product" in capsys.readouterr().err
     assert run("--op", "quantize", "--compare", "128x128w4s2n32") == 2
     assert "--compare is for the products forward" in capsys.readouterr().err
 
