@@ -16,6 +16,7 @@ from fp8fn.cli.options import parser_of
 from fp8fn.ops.code_cache import cache_dir
 from fp8fn.ops.cuda.runtime import nvrtc, packaged
 from fp8fn.ops.formats import short_name
+from fp8fn.ops.hip import build, envelope
 from fp8fn.ops.targets import Target, check_supported, hopper_fault, native_e4m3, target_of
 from fp8fn.version import __version__
 
@@ -64,6 +65,10 @@ def kernel_family(target: Target, device: torch.device | None = None) -> str:
         return f"none: {reason}"
     if _triton_version() is None:
         return "none: Triton is not installed"
+    if target.name == envelope.ARCH:
+        absent = build.unavailable()
+        hip = "HIP for MX products of few rows" if absent is None else f"none in HIP: {absent}"
+        return f"Triton, pointers ({hip})"
     if hopper_fault(target):
         return "Triton, pointers"
     missing = nvrtc.unavailable()

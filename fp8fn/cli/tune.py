@@ -53,8 +53,8 @@ def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
     args = parser.parse_args(argv)
     if args.compare:
         try:
-            print(comparison(*(table.read(path) for path in args.compare)))
-        except (OSError, ValueError) as error:
+            print(comparison(*map(_exported, args.compare)))
+        except ValueError as error:
             parser.error(f"--compare: {error}")
         return 0
     if args.suite and args.op not in (None, "scaled_mm"):
@@ -155,6 +155,14 @@ def report(entries: Mapping[Problem, Entry], cores: int) -> str:
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _exported(path: Path) -> table.Table:
+    """The table of a file of `--export`; ValueError, naming the file, where it is none."""
+    try:
+        return table.read(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def comparison(first: table.Table, second: table.Table) -> str:

@@ -174,6 +174,8 @@ def read(path: Path, faults: list[str] | None = None) -> Table:
 
 def parse(document: Any, faults: list[str] | None = None) -> Table:
     """The table of a file's contents; `faults` as in `read`."""
+    if isinstance(document, dict) and isinstance(document.get("op"), str):
+        raise ValueError(f"it is a table of `tune --op {document['op']}`, and no table of products in CUDA C++")
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("columns") != list(COLUMNS):
         raise ValueError(f"it is no table of format {FORMAT}")
     name, count, rows, origin = (document.get(key) for key in ("chip", "multiprocessors", "rows", "origin"))

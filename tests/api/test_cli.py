@@ -17,6 +17,7 @@ from fp8fn import cli
 from fp8fn.cli import environment, options
 from fp8fn.cli import help as help_texts
 from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.hip import build
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target
 from fp8fn.version import __version__
 
@@ -219,13 +220,14 @@ def test_env_prints_what_describe_says(capsys: pytest.CaptureFixture[str]) -> No
         (SM100, "Triton, pointers"),
         (SM120, "Triton, pointers"),
         (GFX942, "Triton, pointers"),
-        (GFX950, "Triton, pointers"),
+        (GFX950, "Triton, pointers (HIP for MX products of few rows)"),
     ],
 )
 def test_kernel_family(target: Target, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_triton_version", lambda: "3.6.0")
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(build, "unavailable", lambda: None)
     assert environment.kernel_family(target) == family
 
 
@@ -237,6 +239,8 @@ def test_kernel_family_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(environment, "_triton_version", lambda: "3.6.0")
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no NVRTC here")
     assert environment.kernel_family(SM90) == "Triton, TMA descriptors (none in CUDA C++: no NVRTC here)"
+    monkeypatch.setattr(build, "unavailable", lambda: "no compiler")
+    assert environment.kernel_family(GFX950) == "Triton, pointers (none in HIP: no compiler)"
     monkeypatch.setattr(environment, "_triton_version", lambda: None)
     assert environment.kernel_family(SM90) == "none: Triton is not installed"
 

@@ -29,7 +29,7 @@ from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import Chip, Target, chip_of, named_target, target_of, target_of_chip
 from fp8fn.ops.triton import scaled_mm, scaled_mm_tma
 from fp8fn.ops.triton.gemm_config import GemmConfig
-from fp8fn.ops.tuning import amd, chain_device, grouped_table, measured, op_sweep, triton_table
+from fp8fn.ops.tuning import amd, chain_device, grouped_table, measured, op_sweep, triton_table, weight_table
 from fp8fn.ops.tuning.measured import candidate_name
 from fp8fn.ops.tuning.mx_table import MX_FORM
 from fp8fn.ops.tuning.sweep import decide, measure, turns_for
@@ -382,6 +382,17 @@ def test_wrong_use_of_an_op_exits_2(argv: tuple[str, ...], message: str, capsys:
     with pytest.raises(SystemExit) as leave:
         tune.main(["--dry-run", "--arch", "gfx950", *argv])
     assert leave.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tables_of_ops_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "exported.json"
+    argv = ["--op", "mm_a16w8", "--shapes", "16,512,512", "--export", str(path)]
+    assert tune.main(argv, DriftingBench(MI355X, fastest(""))) == 0  # type: ignore[arg-type]
+    assert measured.read(weight_table.FORM, path).rows == measured.users(weight_table.FORM, MI355X).rows
+    with pytest.raises(SystemExit):
+        tune.main(["--compare", str(path), str(path)])
+    message = f"--compare: {path}: it is a table of `tune --op mm_a16w8`, and no table of products in CUDA C++"
     assert message in capsys.readouterr().err
 
 
