@@ -28,6 +28,7 @@ from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_mm import choose_config
 from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
 from fp8fn.ops.triton.views import ceil_div, is_wide
+from fp8fn.ops.tuning.amd import is_aligned
 from fp8fn.ops.tuning.amd_kernels import GROUPED_K
 from fp8fn.ops.tuning.mx import Problem
 from fp8fn.ops.tuning.mx_triton import accepts_scaled, configure_scaled
@@ -289,7 +290,7 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
     if formats["A_FORMAT"] is not None:
         tile, bk = _scaled_config(product, rows, k)
     else:
-        tile = _rows_config(rows, n, k, b.stride(1) == 1, target)
+        tile = _rows_config(product, rows)
         bk = min((size for size in (a_block[1], b_block[0]) if size != WHOLE), default=128)
     config = config or tile
     tiles_m = groups * ceil_div(m, config.BM) if masked else m // config.BM + groups + 1
@@ -331,7 +332,7 @@ def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
     if formats["A_FORMAT"] is not None:
         tile, bk = _scaled_config(product, m, k)
     else:
-        tile, bk = _k_config(m, n, ceil_div(k, groups), spread, target), size
+        tile, bk = _k_config(m, n, spread, target), size
     config = config or tile
     return TritonLaunch(
         kernel=grouped_k_mm,
@@ -375,17 +376,18 @@ def _scaled_config(product: ScaledProduct, m: int, k: int) -> tuple[GemmConfig, 
     return GemmConfig(of.BM, of.BN, of.num_warps, of.num_stages, of.GROUP, options=of.options), of.BK
 
 
-def _rows_config(m: int, n: int, k: int, along_k: bool, target: Target) -> GemmConfig:
-    """The configuration of groups of `m` rows in the mean; none spills (scaled_grouped_mm/test_triton.py)."""
-    config = choose_config(m, n, k, target)
-    if not along_k and target.arch in (89, 120) and config.BM == 64:
+def _rows_config(product: ScaledProduct, rows: int) -> GemmConfig:
+    """The configuration of groups of `rows` in the mean; none spills (scaled_grouped_mm/test_triton.py)."""
+    a, b, out, target = product.a.data, product.b.data, product.out, product.target
+    config = choose_config(rows, b.shape[2], b.shape[1], target, aligned=is_aligned(a, b, out))
+    if b.stride(1) != 1 and target.arch in (89, 120) and config.BM == 64:
         # The weight is turned around in registers: 6 of them spill from a tile of 128 columns.
-        return replace(config, BN=64)
+        return replace(config, BN=min(config.BN, 64))
     return config
 
 
-def _k_config(m: int, n: int, k: int, spread: bool, target: Target) -> GemmConfig:
-    config = choose_config(m, n, k, target)
+def _k_config(m: int, n: int, spread: bool, target: Target) -> GemmConfig:
+    config = choose_config(m, n, ROWS, target)
     if spread and target.arch in GROUPED_K and m > 64:
         from fp8fn.ops.tuning.amd import config_of
 

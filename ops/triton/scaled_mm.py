@@ -193,23 +193,27 @@ def configured(product: ScaledProduct) -> tuple[GemmConfig, str]:
             has_bias = product.bias is not None
             choice = amd.choose(kind, rows, n, k, str(target.arch), bias=has_bias, aligned=aligned)
             return choice.config, choice.reason
-    return choose_config(product.m, n, k, target), ""
+    return choose_config(product.m, n, k, target, aligned=amd.is_aligned(a.data, b.data, out)), ""
 
 
-def choose_config(m: int, n: int, k: int, target: Target) -> GemmConfig:
-    """The default configuration; none of them spills (tests/kernels/test_triton_machine_code.py)."""
+def choose_config(m: int, n: int, k: int, target: Target, *, aligned: bool = True) -> GemmConfig:
+    """The default configuration; none of them spills (tests/kernels/test_triton_machine_code.py).
+
+    On NVIDIA GPUs operands that are not `aligned` have tiles of fewer elements a thread: loads of single bytes take
+    registers, and the others spill 6 to 1162.
+    """
     if target.arch in SCALED_MM:
         from fp8fn.ops.tuning.amd import config_of
 
         return config_of(next(name for rows, name in SCALED_MM[str(target.arch)] if rows is None or m <= rows))
-    if m <= 16:
-        return GemmConfig(16, 64, 4, 4)
     if m <= 32:
-        return GemmConfig(32, 64, 4, 4)
+        return GemmConfig(16 if m <= 16 else 32, 64, 4 if aligned else 8, 4)
+    if not aligned:
+        return GemmConfig(64, 32 if target.arch in (120, 121) else 64, 8, 3)  # 64 columns spill 2 registers on sm120
     if target.arch == 90:
         # On an H200 the best of the pointer kernels: 817 TFLOP/s at (8192, 28672, 4096).
         return GemmConfig(64, 128, 4, 4)
     if target.arch in (100, 103):
         # 4 warps spill 42 to 208 registers on sm100.
         return GemmConfig(128, 128, 8, 3)
-    return GemmConfig(64, 128, 4, 3)
+    return GemmConfig(64, 128, 8 if k % 128 else 4, 3)  # with a masked K tile 4 warps spill 2 registers on sm120

@@ -65,6 +65,28 @@ def test_no_product_spills(target: Target, m: int, kind: str) -> None:
     assert_no_spills(product(target, kind, m=m).resources(), target)
 
 
+ODD = [
+    pytest.param(target, m, kind, id=f"{target.name} {m} {kind}", marks=[] if m == 127 else pytest.mark.slow)
+    for target in TARGETS[:4]
+    for m in (13, 30, 127)
+    for kind in PRODUCTS
+    if kind != "MX"
+]
+
+
+@pytest.mark.parametrize(("target", "m", "kind"), ODD)
+def test_no_product_of_odd_sizes_spills(target: Target, m: int, kind: str) -> None:
+    """Loads of single bytes, masked along K: the default tile with 4 warps spilled up to 1162 registers."""
+    assert_no_spills(product(target, kind, m=m, n=130, k=33).resources(), target)
+
+
+@pytest.mark.parametrize("kind", ["forward", "wgrad", "dgrad"])
+@pytest.mark.parametrize("target", [SM89, SM120], ids=lambda target: target.name)
+def test_no_product_with_a_partial_k_tile_spills(target: Target, kind: str) -> None:
+    """As in the gradient of weights by 1008 tokens."""
+    assert_no_spills(product(target, kind, k=1008).resources(), target)
+
+
 @pytest.mark.parametrize("kind", ["forward", "wgrad", "rowwise"])
 @pytest.mark.parametrize("config", candidates(4096, 4096, 4096), ids=str)
 def test_no_tma_candidate_spills_and_as_many_fit_as_it_says(config: Any, kind: str) -> None:
