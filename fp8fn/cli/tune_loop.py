@@ -1,15 +1,18 @@
 """The loop of `python -m fp8fn tune`: one problem after another, each kept before the next one starts.
 
 A problem that can't be measured (its operands don't fit in memory, or none of its candidates runs) is reported, and the
-problems after it are tuned all the same.
+problems after it are tuned all the same. A kernel's wrong access may end the whole process, so that a file beside the
+table names the problem at hand: that at which an earlier run ended comes last in the next one.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,31 +59,65 @@ def each(
     """
     from tqdm import tqdm
 
+    ended = _Ended(path)
     began, done, failures = time.perf_counter(), 0, []
     with tqdm(total=len(todo), unit="product", disable=not todo) as bar:
-        for problem in todo:
+        for problem in sorted(todo, key=lambda problem: name(problem) in ended.names):  # those come last
             if budget is not None and time.perf_counter() - began >= budget:
                 break
             bar.set_description(name(problem))
+            ended.begin(name(problem))
             failure = None
             try:
                 row = measure(problem)
             except RuntimeError as error:
-                failure = reason(error)
+                failure = f"{name(problem)} is not tuned: {reason(error)}"
+            except KeyboardInterrupt:  # no fault of the problem
+                ended.over(name(problem))
+                raise
+            if failure is not None:
+                failures.append(failure)
+                if (dead := _device_fault(clock)) is not None:
+                    failures.append(
+                        f"the device has failed ({dead}): run the command again, which has this product last"
+                    )
+                    break
+            ended.over(name(problem))
             if failure is None:
                 _kept(path, partial(keep, problem, row))
                 done += 1
-            else:
-                failures.append(f"{name(problem)} is not tuned: {failure}")
-                if (dead := _device_fault(clock)) is not None:
-                    failures.append(
-                        f"the device has failed ({dead}); run the command again, and leave this shape out of --shapes "
-                        "if the device fails at it again"
-                    )
-                    break
             _free()
             bar.update()
     return Outcome(done, len(todo) - done, tuple(failures))
+
+
+class _Ended:
+    """The problems at which earlier processes ended, by name, and the file that names this process's problem."""
+
+    def __init__(self, table: Path) -> None:
+        self._pattern = f"{table.stem}.*.at"
+        self._folder, self._file = table.parent, table.with_name(f"{table.stem}.{os.getpid()}.at")
+        self.names = {text for _, text in self._files()}
+
+    def _files(self) -> Iterator[tuple[Path, str]]:
+        """Those of processes that have ended, with the problem's name."""
+        for file in self._folder.glob(self._pattern):
+            pid = file.suffixes[-2].removeprefix(".")
+            if file == self._file or not (pid.isdecimal() and Path("/proc", pid).exists()):
+                with suppress(OSError):
+                    yield file, file.read_text(encoding="utf-8", errors="replace")
+
+    def begin(self, name: str) -> None:
+        with suppress(OSError):  # where nothing can be written the table can't either, which `_kept` says
+            self._folder.mkdir(0o755, parents=True, exist_ok=True)
+            self._file.write_text(name, encoding="utf-8")
+
+    def over(self, name: str) -> None:
+        """The process did not end at the problem."""
+        for file, text in [*self._files(), (self._file, name)]:
+            if text == name:
+                with suppress(OSError):
+                    file.unlink()
 
 
 def _kept(path: Path, write: Callable[[], object]) -> None:

@@ -7,6 +7,9 @@ import importlib.util
 import math
 import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -323,8 +326,47 @@ def test_a_problem_that_fails_is_reported(dead: bool, capsys: pytest.CaptureFixt
     assert f"python -m fp8fn tune: {why}" in said.err
     assert ("the device has failed (RuntimeError: HIP error: an illegal memory access" in said.err) == dead
     # The same command goes on after what is tuned.
-    assert tune.main([*shapes, "--products", "forward"], FailingBench(0)) == 0  # type: ignore[arg-type]
+    again = FailingBench(0)
+    assert tune.main([*shapes, "--products", "forward"], again) == 0  # type: ignore[arg-type]
+    assert [problem.m for problem in again.asked] == ([512, 1024] if dead else [1024])
     assert sorted(key[1] for key in measured.users(triton_table.FORM, MI355X).rows) == [256, 512, 1024]
+
+
+ENDING = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from support.tuning import DriftingBench
+from fp8fn.cli import tune
+from fp8fn.ops.targets import Chip
+
+class Ending(DriftingBench):
+    def calls(self, problem, candidates):
+        if problem.m == 256:
+            os.abort()  # as ROCm's runtime does after a memory fault
+        return super().calls(problem, candidates)
+
+bench = Ending(Chip("AMD Instinct MI355X", 256), lambda name: 100.0)
+tune.main(["--shapes", "256,512,512", "512,512,512", "--products", "forward"], bench)
+"""
+
+
+def test_a_product_at_which_the_process_ended_comes_last(cache: Path) -> None:
+    """Without that each run would end at the same product, and tune none after it."""
+    command = [sys.executable, "-c", ENDING, str(Path(__file__).parents[1])]
+    for tuned in ([], [512]):
+        assert subprocess.run(command, capture_output=True).returncode == -signal.SIGABRT
+        assert [key[1] for key in measured.users(triton_table.FORM, MI355X).rows] == tuned
+    bench = DriftingBench(MI355X, fastest(""))
+    argv = ["--shapes", "256,512,512", "512,512,512", "1024,512,512", "--products", "forward"]
+    assert tune.main(argv, bench) == 0  # type: ignore[arg-type]
+    assert [problem.m for problem in bench.asked] == [1024, 256]
+    assert not list((cache / "tuning").glob("*.at"))
+    # An interrupted product keeps its place.
+    for _ in range(2):
+        bench = DriftingBench(MI355X, fastest(""), fail_at=0)
+        with pytest.raises(KeyboardInterrupt):
+            tune.main([*argv, "--force"], bench)  # type: ignore[arg-type]
+    assert not list((cache / "tuning").glob("*.at"))
 
 
 def test_what_can_not_be_kept_ends_the_sweep(
