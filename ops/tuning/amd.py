@@ -192,18 +192,24 @@ def candidate_times(
 ) -> dict[str, Time]:
     """The modelled time of every candidate in every order of tiles, by the configuration's full name."""
     found: dict[str, Time] = {}
+    for name in candidate_names(product, m, n, k, arch, bias=bias, aligned=aligned):
+        config, kernel = config_of(name), table(arch).kernels[product, _base(name)]
+        rows, columns = (n, m) if config.WGRAD_TRANS_STORE else (m, n)
+        found[name] = product_time((rows, columns, k), kernel, config.GROUP, config.XCDS, PROCESSORS[arch])
+    return found
+
+
+def candidate_names(
+    product: str, m: int, n: int, k: int, arch: str, *, bias: bool = False, aligned: bool = True
+) -> list[str]:
+    """Every candidate in every order of tiles, by the configuration's full name; those that spill are left out."""
+    found = []
     wide = max(m * k, n * k, m * n) > 2**31
     for name in CANDIDATES[arch][product]:
-        kernel = table(arch).kernels[product, name]
-        turned = config_of(name).WGRAD_TRANS_STORE
-        spills = (kernel.warps > 4 and not aligned) or (wide and (arch, product, name) in _SPILLS_WIDE)
-        if spills or (bias and turned):
-            continue
-        rows, columns = (n, m) if turned else (m, n)
-        for group in _GROUPS:
-            for xcds in _XCDS:
-                time = product_time((rows, columns, k), kernel, group, xcds, PROCESSORS[arch])
-                found[f"{name}g{group}x{xcds}"] = time
+        warps = table(arch).kernels[product, name].warps
+        spills = (warps > 4 and not aligned) or (wide and (arch, product, name) in _SPILLS_WIDE)
+        if not spills and not (bias and config_of(name).WGRAD_TRANS_STORE):
+            found += [f"{name}g{group}x{xcds}" for group in _GROUPS for xcds in _XCDS]
     return found
 
 

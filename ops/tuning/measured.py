@@ -7,9 +7,9 @@ that cannot be read and a row that is none are left out with a warning, and a fi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +46,7 @@ class Form:
         candidates: the configurations in which each kernel, by name, computes a problem, the kernel's own first.
         pruned: the candidates that are not timed, by name, each with the reason.
         handicap: how much faster than the others each kernel, by name, has to be, as 1.03, where it has to.
+        known: the configurations that a row may have, if these are more than the candidates.
     """
 
     op: str
@@ -54,6 +55,7 @@ class Form:
     candidates: Callable[[Any], Mapping[str, Sequence[Any]]]
     pruned: Callable[[Any], Mapping[str, str]] = none_pruned
     handicap: Mapping[str, float] = field(default_factory=dict)
+    known: Callable[[Any], Mapping[str, Collection[Any]]] | None = None
 
     @property
     def columns(self) -> list[str]:
@@ -88,8 +90,9 @@ class Table:
     name: str = ""
 
 
+@lru_cache(maxsize=4096)
 def options_of(config: Any) -> Any:
-    """The fields of a configuration as JSON has them."""
+    """The fields of a configuration as JSON has them; not to be changed."""
     return json.loads(json.dumps(asdict(config)))
 
 
@@ -210,7 +213,7 @@ def _row(form: Form, chip: Chip, values: Any) -> tuple[Key, Row]:
         raise ValueError(f"is no list of {len(form.columns)} values")
     *keys, kernel, options, times, spread = values
     key = tuple(tuple(value) if isinstance(value, list) else value for value in keys)
-    configs = form.candidates(form.problem(key, chip))
+    configs = (form.known or form.candidates)(form.problem(key, chip))
     if kernel not in list(configs):
         raise ValueError(f"has the kernel {kernel!r:.40}, which is not one of {', '.join(configs)}")
     config = next((config for config in configs[kernel] if options_of(config) == options), None)

@@ -6,7 +6,7 @@ figures of. Theirs deals runs of 32 or 64 tiles to a chiplet; here a chiplet has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product as combinations
@@ -101,6 +101,32 @@ def space(problem: TileProblem) -> tuple[Candidate, ...]:
     for candidate in (*(Candidate(kernel, config, None) for kernel, config in found), *rules):
         unique.setdefault((candidate.kernel, candidate.config), candidate)
     return tuple(unique.values())
+
+
+def known(problem: TileProblem) -> Mapping[str, Collection[GemmConfig | TmaConfig]]:
+    """The configurations that a table may name: those that run, also where the model would not time them.
+
+    A measured row holds whatever the model says on a later day, and no model is asked while a table is read.
+    """
+    if problem.target.arch not in PROCESSORS:
+        found: dict[str, list[GemmConfig | TmaConfig]] = {}
+        for candidate in space(problem):
+            if candidate.pruned is None:
+                found.setdefault(candidate.kernel, []).append(candidate.config)
+        return found
+    return {"triton": _runs_on_amd(problem)}
+
+
+def _runs_on_amd(problem: TileProblem) -> Collection[GemmConfig]:
+    m, n, k = problem.m * problem.batch, problem.n, problem.k
+    names = tuple(amd.candidate_names(problem.layout, m, n, k, str(problem.target.arch)))
+    return _without_faults(names, problem.layout, str(problem.target.arch))
+
+
+@lru_cache(maxsize=64)
+def _without_faults(names: tuple[str, ...], layout: str, arch: str) -> Collection[GemmConfig]:
+    configs = (*map(amd.config_of, names), *seeds_space(layout))
+    return tuple(dict.fromkeys(config for config in configs if _amd_fault(config, layout, arch) is None))
 
 
 def seeds_space(layout: str) -> Iterator[GemmConfig]:

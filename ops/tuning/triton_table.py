@@ -10,7 +10,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Chip, chip_of, target_of_chip
 from fp8fn.ops.tuning import amd
 from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, lookup
-from fp8fn.ops.tuning.tile_space import LAYOUTS, TileProblem, space
+from fp8fn.ops.tuning.tile_space import LAYOUTS, TileProblem, known, space
 
 
 def _problem(key: Key, chip: Chip) -> TileProblem:
@@ -36,7 +36,7 @@ def _pruned(problem: TileProblem) -> Mapping[str, str]:
     return {candidate_name(c.kernel, c.config): c.pruned for c in space(problem) if c.pruned is not None}
 
 
-FORM: Final = Form("scaled_mm", ("product", "M", "N", "K", "batch"), _problem, _candidates, _pruned)
+FORM: Final = Form("scaled_mm", ("product", "M", "N", "K", "batch"), _problem, _candidates, _pruned, known=known)
 
 
 def default(problem: TileProblem) -> str:

@@ -47,7 +47,7 @@ def tuned(layout: str, fastest: str) -> Any:
     problem = problem_of(layout)
     key = (layout, *SIZES.get(layout, SUMMED), 4)
     bench = DriftingBench(H100, lambda name: 100.0 if name == fastest else 150.0)
-    assert tune_op.sweep(tune_op.OPS["scaled_grouped_mm"], [key], bench, {}) == 0  # type: ignore[arg-type]
+    assert tune_op.sweep(tune_op.OPS["scaled_grouped_mm"], [key], bench, {}).left == 0  # type: ignore[arg-type]
     assert bench.asked == [problem]
     return measured.users(FORM, H100).rows[key]
 

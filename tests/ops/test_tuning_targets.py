@@ -32,7 +32,16 @@ from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import Chip, Target, chip_of, named_target, target_of, target_of_chip
 from fp8fn.ops.triton import scaled_mm, scaled_mm_tma
 from fp8fn.ops.triton.gemm_config import GemmConfig
-from fp8fn.ops.tuning import amd, chain_device, grouped_table, measured, op_sweep, triton_table, weight_table
+from fp8fn.ops.tuning import (
+    amd,
+    chain_device,
+    grouped_table,
+    measured,
+    op_sweep,
+    tile_space,
+    triton_table,
+    weight_table,
+)
 from fp8fn.ops.tuning.measured import candidate_name
 from fp8fn.ops.tuning.mx_table import MX_FORM
 from fp8fn.ops.tuning.sweep import decide, measure, turns_for
@@ -465,6 +474,25 @@ def test_nvidia_processors_without_a_name_have_candidates(arch: int, most: int) 
     assert all(reason.endswith(f"a block has {most << 10}") for reason in reasons)
     assert any(candidate.pruned is None for candidate in found)
     assert bool(reasons) == (most == 99)
+
+
+@pytest.mark.parametrize("chip", [MI355X, Chip("AMD Instinct MI300X", 304)], ids=lambda chip: chip.name)
+def test_a_table_is_read_without_the_model(chip: Chip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the row of a configuration that the model would not have timed; one that can't run is none."""
+    problem = TileProblem("dgrad", *SHAPE, target_of_chip(chip))
+    pruned = [c for c in space(problem) if c.pruned is not None]
+    slow = next(c.config for c in pruned if (c.pruned or "").startswith("modelled"))
+    broken = next(c.config for c in pruned if not (c.pruned or "").startswith("modelled"))
+    path = measured.user_path(triton_table.FORM, chip)
+    for config, rows in ((slow, 1), (broken, 0), (space(problem)[0].config, 1)):
+        key, name = ("dgrad", *SHAPE, 1), candidate_name("triton", config)
+        row = measured.Row("triton", config, {name: 100.0}, 1.0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        measured.write(path, measured.Table(triton_table.FORM, chip, {key: row}))
+        with monkeypatch.context() as patch:
+            for module in (amd, tile_space):
+                patch.delattr(module, "product_time")
+            assert len(measured.users(triton_table.FORM, chip).rows) == rows
 
 
 def test_a_turned_store_is_not_taken_for_a_bias() -> None:
