@@ -208,25 +208,25 @@ def _weight_product(problem: WeightProblem, device: torch.device, target: Target
 
 
 def _mx_product(problem: mx.Problem, device: torch.device, target: Target) -> ScaledProduct:
-    a = _mx(torch.randn(problem.m, problem.k, device=device))
-    b = _mx(torch.randn(problem.n, problem.k, device=device)).mT
+    a = _mx(torch.randn(problem.m, problem.k, device=device), target)
+    b = _mx(torch.randn(problem.n, problem.k, device=device), target).mT
     out = torch.empty(problem.m, problem.n, dtype=torch.bfloat16, device=device)
     return ScaledProduct(a=a, b=b, out=out, target=target, constant=problem.constant)
 
 
 def _routed_product(problem: mx.MoeProblem, device: torch.device, target: Target) -> RoutedProduct:
     """A bench of tokens that choose among the experts at random, with as many ids as the problem has."""
-    a = _mx(torch.randn(problem.ids, problem.k, device=device))
-    w = _mx(torch.randn(problem.experts, problem.n, problem.k, device=device)).mT
+    a = _mx(torch.randn(problem.ids, problem.k, device=device), target)
+    w = _mx(torch.randn(problem.experts, problem.n, problem.k, device=device), target).mT
     chosen = torch.randint(0, problem.experts, (problem.ids, 1), device=device)
     out = torch.empty(problem.ids, problem.n, dtype=torch.bfloat16, device=device)
     routing = Routing(*sort_tokens(chosen, problem.experts, problem.block_m))
     return RoutedProduct(a=a, w=w, routing=routing, a_div=1, out=out, target=target)
 
 
-def _mx(x: Tensor) -> Quantized:
-    """In blocks of 32 along the last axis."""
-    return Quantized(*reference.quantize(x, (1, 32), torch.float8_e4m3fn, "e8m0"), (1, 32))
+def _mx(x: Tensor, target: Target) -> Quantized:
+    """In blocks of 32 along the last axis, and in the target's own e4m3."""
+    return Quantized(*reference.quantize(x, (1, 32), native_e4m3(target), "e8m0"), (1, 32))
 
 
 def _in_lines(data: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.sort_tokens import most_tiles
-from fp8fn.ops.targets import Chip, fp8_dtypes, hopper_fault, target_of_chip
+from fp8fn.ops.targets import Chip, fp8_dtypes, hopper_fault, native_e4m3, target_of_chip
 from fp8fn.ops.tuning import mx_triton
 from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, verdict
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
@@ -35,7 +35,9 @@ def _mx_problem(key: Key, chip: Chip) -> Problem:
     check_sizes(M=m, N=n, K=k)
     if type(constant) is not bool:
         raise ValueError(f"has {constant!r:.40} as constant, which has to be true or false")
-    return Problem(m, n, k, target_of_chip(chip), constant=constant)
+    target = target_of_chip(chip)
+    dtype = native_e4m3(target)
+    return Problem(m, n, k, target, a_dtype=dtype, b_dtype=dtype, constant=constant)
 
 
 def _mx_space(problem: Problem) -> Iterator[tuple[str, Any, str | None]]:
@@ -112,10 +114,12 @@ def mx_named(problem: Problem) -> Named | None:
 def _moe_problem(key: Key, chip: Chip) -> MoeProblem:
     ids, n, k, experts, block_m = key
     check_sizes(ids=ids, N=n, K=k, experts=experts, block_m=block_m)
-    tiles = most_tiles(ids, experts, block_m)
+    tiles, target = most_tiles(ids, experts, block_m), target_of_chip(chip)
+    dtype = native_e4m3(target)
     return MoeProblem(
-        ids=ids, n=n, k=k, experts=experts, tiles=max(tiles, 1), block_m=block_m, target=target_of_chip(chip)
-    )
+        ids=ids, n=n, k=k, experts=experts, tiles=max(tiles, 1), block_m=block_m, target=target, a_dtype=dtype,
+        w_dtype=dtype,
+    )  # fmt: skip
 
 
 def _moe_candidates(problem: MoeProblem) -> Mapping[str, Sequence[Any]]:

@@ -24,8 +24,9 @@ pytest.importorskip("tqdm")
 
 from fp8fn.cli import tune, tune_op
 from fp8fn.lowering.explain import explain
-from fp8fn.ops import mx_mm, targets
+from fp8fn.ops import moe_gemm, mx_mm, targets
 from fp8fn.ops.hip.launch import HipLaunch
+from fp8fn.ops.kernel import choose
 from fp8fn.ops.mx_mm import choose as choose_mx
 from fp8fn.ops.quantize_grouped import QUANTIZE_GROUPED
 from fp8fn.ops.scaled_mm import SCALED_MM
@@ -104,8 +105,7 @@ def test_names_of_configurations_are_read_back() -> None:
 def test_a_dry_run_needs_no_device_and_lists_all(arch: str, op: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = ["64,512,1024", *(["--op", op] if op else ["16384,4096,4096"])]  # bands of tiles are of large products
     argv = ["--arch", arch, "--dry-run", "--shapes", *shapes]
-    foreign = arch == "gfx942" and op in ("mx_mm", "moe_gemm")  # its FP8 types are not those of MX
-    if foreign or (arch != "sm90" and op == "scaled_grouped_mm"):  # whose kernel in CUDA C++ is tuned alone
+    if arch != "sm90" and op == "scaled_grouped_mm":  # whose kernel in CUDA C++ is tuned alone
         with pytest.raises(SystemExit):
             tune.main(argv)
         assert f"{op} has no kernel to tune on {arch}" in capsys.readouterr().err
@@ -539,6 +539,35 @@ def test_quantizers_of_groups_are_tuned_by_the_number_of_groups() -> None:
     kernel = next(kernel for kernel in QUANTIZE_GROUPED.kernels if kernel.name == row.kernel)
     (launch,) = kernel.plan(quantization, row.config)
     assert launch.constexprs["BN"] == 256  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("op", ["mx_mm", "moe_gemm"])
+def test_mx_is_tuned_in_the_processors_own_types(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an MI300X, whose e4m3 is fnuz: what is timed is right, and what is tuned is what a call takes."""
+    chip = Chip("AMD Instinct MI300X", 304)
+    gfx942, form = target_of_chip(chip), tune_op.OPS[op].form
+    (key,) = tune_op.keys_of(op, [(4, 64, 128)], tune_op.Wanted(gfx942))
+    problem = form.problem(key, chip)
+    if op == "moe_gemm":
+        problem = replace(problem, experts=4)
+    make = chain_device._mx_product if op == "mx_mm" else chain_device._routed_product
+    product = make(problem, torch.device("cpu"), gfx942)
+    dispatch = mx_mm.MX_MM if op == "mx_mm" else moe_gemm.MOE_GEMM
+    assert product.a.data.dtype == torch.float8_e4m3fnuz
+    check = chain_device.by_reference(dispatch, product)
+    check.clear()
+    assert check.error() == 1.0
+    product.out.copy_(dispatch.reference(product)[0])
+    assert check.error() == 0.0
+    timed = form.candidates(form.problem(key, chip))
+    kernel, config = [(kernel, config) for kernel, configs in timed.items() for config in configs][-1]
+    bench = DriftingBench(chip, fastest(candidate_name(kernel, config)))
+    assert tune.main(["--op", op, "--shapes", "4,64,128"], bench) == 0  # type: ignore[arg-type]
+    asked = replace(dispatch.problem(product), chip=chip)
+    if op == "moe_gemm":
+        asked = replace(asked, experts=key[3])
+    choice = choose(asked, dispatch.kernels, dispatch.named(asked))
+    assert (choice.name, choice.config) == (kernel, config)
 
 
 def test_products_in_mx_are_tuned_with_the_kernels_in_hip() -> None:
