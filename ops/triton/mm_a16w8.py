@@ -235,10 +235,13 @@ def _batch_stride(x: Tensor, batch: int) -> int:
 def configure(product: WeightProduct) -> A16W8Config:
     """The default configuration of a product; see `choose_config`."""
     product = product.as_matrix()
-    return choose_config(product.m, product.n, product.w.block, product.x.dtype, product.target)
+    aligned = product.k % 16 == 0 and product.n % 16 == 0
+    return choose_config(product.m, product.n, product.w.block, product.x.dtype, product.target, aligned=aligned)
 
 
-def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Target) -> A16W8Config:
+def choose_config(
+    m: int, n: int, w_block: Block, dtype: torch.dtype, target: Target, *, aligned: bool = True
+) -> A16W8Config:
     """The default configuration; none of them spills (tests/kernels/mm_a16w8/test_op.py).
 
     Up to 64 rows the weight's bytes decide: deep tiles, and narrow ones where wide ones would leave cores idle. Beyond,
@@ -263,4 +266,5 @@ def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Ta
         return A16W8Config(128, 128, min(depth, 64), 4, 2, options=options)
     if per_element and target.arch not in (90, 100, 103):
         return A16W8Config(128, 128, 32, 8, 3)  # 64 deep spills 4 to 6 registers on sm89 and sm120
-    return A16W8Config(128, 128, min(depth, 64), 8, 3)
+    # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 60 registers spill.
+    return A16W8Config(128, 128 if aligned or per_element else 64, min(depth, 64), 8, 3)

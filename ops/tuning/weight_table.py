@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -42,7 +43,9 @@ def _tiles(problem: WeightProblem) -> Sequence[Any]:
     from fp8fn.ops.triton.mm_a16w8 import choose_config
 
     rows = (problem.m, *(rows for rows in (16, 32, 64, 128) if rows < 2 * problem.m))
-    tiles = [choose_config(m, problem.n, problem.block, problem.x_dtype, problem.target) for m in rows]
+    aligned = problem.k % 16 == 0 and problem.n % 16 == 0
+    of = partial(choose_config, aligned=aligned)
+    tiles = [of(m, problem.n, problem.block, problem.x_dtype, problem.target) for m in rows]
     few = [tile for tile in tiles if tile.BN <= 64]
     more = [replace(tile, BN=bn, num_stages=stages) for tile in few for bn in (32, 64) for stages in (2, 3)]
     return tuple(dict.fromkeys((*tiles, *more)))

@@ -23,9 +23,13 @@ from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
-from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mm_a16w8 import A16W8Config, choose_config, configure, plan_mm_a16w8
+from fp8fn.ops.tuning import weight_table
+from fp8fn.ops.tuning.weight import weight_problem
 from support.compilers import assert_no_spills
 from support.operands.weights import CLASSES, exact, weight
 from support.products import planned, weight_product
@@ -172,6 +176,21 @@ def test_no_configuration_spills(target: Target, m: int, block: Block) -> None:
     for dtype, n in ((BF16, 32768),) if m <= 64 else ((FP16, 4096), (FP32, 4096)):
         assert_no_spills(offline(target, block, m).resources(), target)
         assert_no_spills(offline(target, block, m, dtype, n).resources(), target)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
+@pytest.mark.parametrize("target", [SM89, SM100, SM120], ids=lambda target: target.name)
+def test_no_product_of_odd_sizes_spills(target: Target, block: Block) -> None:
+    """The wide tile spilled 58 registers on sm89."""
+    x = torch.empty(127, 33, dtype=BF16, device="meta")
+    w = torch.empty(130, 33, dtype=E4M3, device="meta").mT
+    product = WeightProduct(
+        x=x, w=Quantized(w, empty_scale(w, block, "fp32"), block), out=x.new_empty(127, 130), target=target
+    )
+    assert_no_spills(plan_mm_a16w8(product, configure(product))[0].resources(), target)
+    # The default is among the candidates of tuning.
+    problem = weight_problem(product)._replace(target=target)
+    assert configure(product) in weight_table.candidates(problem)["triton_mm"]
 
 
 def test_machine_code_multiplies_16_bits_and_hopper_takes_the_weight_from_registers() -> None:
