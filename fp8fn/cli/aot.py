@@ -221,7 +221,8 @@ def _processor(text: str) -> str:
     """The name as given for Hopper, and "gfx950" for its products too."""
     named = targets.named_target(text)
     if named is None or named[1].name not in ARCHITECTURES:
+        serves = "" if named is None else f", as {named[1].name} has Triton's kernels, which the first call compiles"
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no processor to compile for; choose sm90, a Hopper product such as h100, or gfx950"
+            f"{text!r} is no processor to compile for{serves}; choose sm90, a Hopper product such as h100, or gfx950"
         )
     return text if named[1].name == "sm90" else named[1].name

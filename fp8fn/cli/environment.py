@@ -78,9 +78,10 @@ def kernel_family(target: Target, device: torch.device | None = None) -> str:
 
 
 def kernel_cache() -> str:
-    """The folder of cubins that this machine compiled, and how many there are."""
-    folder = cache_dir() / "cubin"
-    return f"{folder}, {sum(1 for _ in folder.glob('*.cubin'))} kernels"
+    """The folders of machine code that this machine compiled, and how many kernels are in each."""
+    counts = [(cache_dir() / "cubin", "*.cubin"), (cache_dir() / "hip", "*.hsaco")]
+    lines = [f"{folder}, {sum(1 for _ in folder.glob(pattern))} kernels" for folder, pattern in counts]
+    return "; ".join(lines if counts[1][0].is_dir() else lines[:1])
 
 
 def cpp_compiler() -> str | None:

@@ -245,6 +245,14 @@ def test_kernel_family_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -
     assert environment.kernel_family(SM90) == "none: Triton is not installed"
 
 
+def test_the_cache_counts_kernels_in_hip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FP8FN_CACHE_DIR", str(tmp_path))
+    assert environment.kernel_cache() == f"{tmp_path / 'cubin'}, 0 kernels"
+    (tmp_path / "hip").mkdir()
+    (tmp_path / "hip" / "mxfp8_gemv.hsaco").touch()
+    assert environment.kernel_cache() == f"{tmp_path / 'cubin'}, 0 kernels; {tmp_path / 'hip'}, 1 kernels"
+
+
 def test_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     assert environment.cpp_compiler() is None
