@@ -533,6 +533,43 @@ def test_a_device_that_fails_ends_the_run(
     assert clock == [unit.label for unit in units(["001"])]
 
 
+def test_a_shape_at_which_the_process_ended_comes_last(
+    clock: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by ROCm's runtime after a memory fault: each run would end at the same shape, and measure none after it."""
+    path, shapes_ = tmp_path / "seeds.json", [unit.label for unit in units(["001"])]
+    measure = command._measured
+
+    class Aborted(BaseException):
+        """What no handler sees."""
+
+    def faulty(unit: Unit, *rest: Any) -> list[Row]:
+        if unit.label == shapes_[1]:
+            raise Aborted
+        return measure(unit, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "_measured", faulty)
+        for measured in (shapes_[:1], [shapes_[0], *shapes_[2:]]):
+            with pytest.raises(Aborted):
+                run(path, "--seed", "001")
+            assert clock == measured
+        (only,) = record.read(path)["results"]["runs"]
+        text = report(only)
+        assert "- fp8fn all (1 shape): n/a: `the process ended while the shape was measured`" in text
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:  # an interrupted shape is as before
+        patch.setattr(command, "_measured", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(path, "--seed", "001", "--again") == 130
+        assert record.read(path)["results"] == json.loads(before)["results"]
+        assert run(tmp_path / "new.json", "--seed", "001") == 130
+        assert record.read(tmp_path / "new.json")["results"]["runs"][0]["rows"] == []
+    run(path, "--seed", "001")
+    assert clock == [shapes_[0], *shapes_[2:], shapes_[1]]
+    (only,) = record.read(path)["results"]["runs"]
+    assert not [row for row in only["rows"] if row.get("ended")]
+
+
 def test_an_unknown_seed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leave:
         run(tmp_path / "x.json", "--seed", "005")

@@ -10,7 +10,8 @@ Seeds:
 - 004: aiter's MX-FP8 products for decoding, at tensor parallelism 1 to 8, and of experts.
 
 Figures are printed as they come. With --json, they are written after each shape, and the same command resumes an
-interrupted run: shapes that the file has for this machine and commit are not measured again. The report has the
+interrupted run: shapes that the file has for this machine and commit are not measured again, and a shape at which the
+process itself ended is measured last. The report has the
 published figures beside those measured here, with their GPU and source. On a CPU the shapes are scaled down, and
 nothing is compared.
 """
@@ -21,6 +22,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -66,9 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     small = device.type == "cpu"
     key = key_of(device_name(device), args.commit or revision(), {"scaled_down": small})
     runs = Runs(args.json, key, "seeds")
-    known = {row["variant"] for row in runs.rows}
+    known = {row["variant"] for row in runs.rows if not row.get("ended")}
+    ended = {row["variant"] for row in runs.rows} - known
     wanted = list(units(args.seed))
     waiting = [unit for unit in wanted if args.again or unit.label not in known]
+    waiting.sort(key=lambda unit: unit.label in ended)  # last, so that a process which ends again has the others
     print(f"{runs.run['device']}; {runs.run['commit']}: {len(waiting)} of {len(wanted)} shapes to measure", flush=True)
 
     clock = clock_of(device)
@@ -79,11 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.minutes and seconds > 60 * args.minutes:
             print(f"{len(waiting) - done} shapes not begun, as the time of --minutes is over", flush=True)
             break
-        rows = _measured(unit, clock, small)
-        runs.put({
-            "variant": unit.label, "seed": unit.seed, "part": unit.name, "shape": list(unit.shape),
-            "rows": [dataclasses.asdict(row) for row in rows],
-        })  # fmt: skip
+        former = next((row for row in runs.rows if row["variant"] == unit.label), None)
+        runs.put(_entry(unit, [replace(_UNFINISHED, shape=unit.shape)], ended=True))
+        try:
+            rows = _measured(unit, clock, small)
+        except KeyboardInterrupt:
+            runs.restore(unit.label, former)
+            raise
+        runs.put(_entry(unit, rows))
         print(f"[{seconds:4.0f} s] {unit.label}: {_shown(rows)}", flush=True)
         try:
             clock.synchronize()
@@ -96,6 +103,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.report.write_text(f"{text}\n", encoding="utf-8")
     asked = {unit.label for unit in wanted}
     return int(any(_failed(entry) for entry in runs.rows if entry["variant"] in asked))
+
+
+# What the file has of a shape while it is measured: what remains where the process ends, as by a memory fault.
+_UNFINISHED: Final = Row(
+    (), "fp8fn", "all", "TFLOP/s", 0.0, 0.0, unavailable="the process ended while the shape was measured"
+)
+
+
+def _entry(unit: Unit, rows: Sequence[Row], **more: bool) -> dict[str, Any]:
+    """A shape's figures as they stand in the file."""
+    found = {"variant": unit.label, "seed": unit.seed, "part": unit.name, "shape": list(unit.shape)}
+    return {**found, "rows": [dataclasses.asdict(row) for row in rows], **more}
 
 
 def _added(args: argparse.Namespace) -> int:

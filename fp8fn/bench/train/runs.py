@@ -110,6 +110,12 @@ class Runs:
             rows.append(row)
         self.write()
 
+    def restore(self, variant: str, former: dict[str, Any] | None) -> None:
+        """Put a variant's former row back, or remove the variant where it had none."""
+        rows = [former if row["variant"] == variant else row for row in self.run["rows"]]
+        self.run["rows"] = [row for row in rows if row is not None]
+        self.write()
+
     def write(self) -> None:
         if self.path is not None:
             record.write(self.path, self.benchmark, {"runs": self.runs})
