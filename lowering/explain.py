@@ -263,6 +263,8 @@ def _planned_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     if mx_mm.is_mx(a.scale, a.block, b.scale, b.block) and not recipe.batch_invariant:
         op = mx_mm.MX_MM
     product = ScaledProduct(a=a, b=b, bias=bias, out=out, target=on, fast=fast, chip=chip)
+    if (reason := op.unserved(product)) is not None:
+        return f"reference (plain PyTorch; {reason})"
     # Here a call leaves out kernels that this machine can't compile or load; of another machine that is not known.
     launches = op.loadable(product)[1] if target is None else op.plan(product)
     return launches[0].describe() if launches else "reference (plain PyTorch)"

@@ -107,4 +107,6 @@ def kernel_name(
         out_shape = site.groups, m, n
     out = torch.empty(out_shape, dtype=out_dtype, device="meta")
     product = ScaledProduct(a=left, b=right, offsets=offsets, out=out, target=target, chip=chip)
+    if (reason := scaled_grouped_mm.SCALED_GROUPED_MM.unserved(product)) is not None:
+        return f"reference (plain PyTorch; {reason})"
     return scaled_grouped_mm.SCALED_GROUPED_MM.plan(product)[0].describe()

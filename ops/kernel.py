@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from fp8fn.ops import ranges, targets
+from fp8fn.ops.code_cache import warn_once
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Outputs, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -222,6 +223,7 @@ class Dispatch:
         if (reason := self.unserved(operands)) is not None:
             if _log.isEnabledFor(logging.DEBUG):
                 _log.debug("%s %s: no kernel: %s", self.op, _shapes(operands), reason)
+            self._warn_of_types((*(x.dtype for x in tensors if x is not None), *values), operands.target)
             return self.reference(operands)
         outputs: Outputs = operands.outputs
         if all(x.numel() == 0 for x in outputs.results):
@@ -230,6 +232,7 @@ class Dispatch:
             return self(settled, values)
         choice, launches = self.loadable(operands)
         if not launches:
+            self._warn_of_types((*(x.dtype for x in tensors if x is not None), *values), operands.target)
             return self.reference(operands)
         if all(isinstance(launch, CudaLaunch) for launch in launches):
             call: Any = call_of(launches, self.inputs, outputs)  # type: ignore[arg-type]
@@ -245,6 +248,16 @@ class Dispatch:
         for launch in launches:
             launch.run()
         return outputs.results
+
+    def _warn_of_types(self, given: Values, target: Target) -> None:
+        """Says once which FP8 types the target's kernels lack, as those of most checkpoints on gfx942."""
+        own = targets.fp8_dtypes(target)
+        foreign = [dtype for dtype in targets.OCP + targets.FNUZ if dtype in given and dtype not in own]
+        if foreign:
+            warn_once(
+                f"{self.op}: {' and '.join(map(str, foreign))} has no kernel on {target.name}, so that plain PyTorch "
+                f"computes it, slowly; quantize to {own[0]}"
+            )
 
     def loadable(self, operands: Any) -> tuple[Choice, tuple[Launch, ...]]:
         """The first choice whose kernels can be compiled and loaded on this machine, and its launches."""
