@@ -121,7 +121,9 @@ def moved(committed: list[str], found: list[str], within: float = 0.5) -> list[t
     number = re.compile(r"(?:(?<![\w.)])[-+])?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
     before, after = ([line for text in each for line in text.splitlines()] for each in (committed, found))
     if len(before) != len(after):
-        return [(f"{len(before)} lines", f"{len(after)} lines")]
+        known = {number.sub("", line) for line in before}
+        added = [("", line) for line in after if number.sub("", line) not in known]
+        return [(f"{len(before)} lines", f"{len(after)} lines"), *added]
 
     def equal(old: str, new: str) -> bool:
         pairs = [*zip(map(float, number.findall(old)), map(float, number.findall(new)), strict=False)]
@@ -139,6 +141,7 @@ def test_moved() -> None:
     assert moved(["loss +0.13%"], ["loss -0.51%"]) == [("loss +0.13%", "loss -0.51%")]
     assert moved(["a 1"], ["b 1"]) == [("a 1", "b 1")]
     assert moved(["a", "b"], ["a"]) == [("2 lines", "1 lines")]
+    assert moved(["a 1"], ["a 2", "b"]) == [("1 lines", "2 lines"), ("", "b")]
 
 
 def test_a_number_that_is_off_fails(tmp_path: Path) -> None:
