@@ -14,7 +14,18 @@ from typing import Any, Final
 from fp8fn.bench import record, tables
 from fp8fn.bench.shapes import LLM84
 from fp8fn.cli import options
-from fp8fn.cli.isa import NEEDS_TRITON, OPS, SHAPE, TARGETS, architecture, assembly, figures, of_layer, product_launch
+from fp8fn.cli.isa import (
+    NEEDS_TRITON,
+    OPS,
+    SHAPE,
+    TARGETS,
+    architecture,
+    architectures,
+    assembly,
+    figures,
+    of_layer,
+    product_launch,
+)
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning import amd
@@ -57,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if importlib.util.find_spec("triton") is None:
         parser.error(NEEDS_TRITON)
-    for arch in TARGETS if args.arch is None else (args.arch,):
+    for arch in architectures(parser, args.arch):
         path = args.folder / f"isa-{arch}.json"
         record.write(path, "isa", results(arch))
         print(table(record.read(path)), end="\n\n")

@@ -28,7 +28,7 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import GFX942, GFX950, Target, named_target, native_e4m3
-from fp8fn.ops.triton.launch import TritonLaunch
+from fp8fn.ops.triton.launch import TritonLaunch, takes_architectures
 from fp8fn.ops.tuning.amd_isa import Assembly, Mix, parse
 from fp8fn.ops.tuning.amd_model import (
     PROCESSORS,
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if importlib.util.find_spec("triton") is None:
         parser.error(NEEDS_TRITON)
     if args.write_tables:
-        for arch in TARGETS if args.arch is None else (args.arch,):
+        for arch in architectures(parser, args.arch):
             path = Path(tuning.__path__[0]) / "tables" / f"amd_{arch}.json"
             write_table(path, arch)
             print(f"wrote {path}")
@@ -367,6 +367,18 @@ def _config_of(name: str) -> Any:
     from fp8fn.ops.tuning.amd import config_of
 
     return config_of(name)
+
+
+def architectures(parser: argparse.ArgumentParser, named: str | None) -> tuple[str, ...]:
+    """The architecture that was named, or all, where Triton compiles for all in one process."""
+    if named is not None:
+        return (named,)
+    if not takes_architectures():
+        parser.error(
+            f"--arch is missing, and Triton before 3.7 compiles for one AMD architecture in a process; run the command "
+            f"for each of {', '.join(TARGETS)}"
+        )
+    return tuple(TARGETS)
 
 
 def architecture(name: str) -> str:

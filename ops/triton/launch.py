@@ -120,11 +120,18 @@ class SecondArchitectureError(RuntimeError):
 _first: dict[str, str] = {}  # the first architecture of each backend in this process
 
 
+def takes_architectures() -> bool:
+    """Whether Triton compiles for several AMD architectures in one process."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+
+
 def _check_architecture(gpu: GPUTarget) -> None:
     import triton
 
     first = _first.setdefault(gpu.backend, gpu.arch)
-    if gpu.backend == "hip" and gpu.arch != first and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    if gpu.backend == "hip" and gpu.arch != first and not takes_architectures():
         raise SecondArchitectureError(
             f"target is {gpu.arch}, and this process has compiled for {first}, whose FP8 conversions "
             f"Triton {triton.__version__} would use: compile in another process, or install Triton 3.7"

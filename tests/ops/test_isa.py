@@ -324,6 +324,16 @@ def test_a_product_names_its_architecture() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("command", [["isa", "--write-tables"], ["bench", "isa"]], ids=" ".join)
+def test_an_old_triton_needs_a_process_for_each_architecture(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(command)
+    assert "--arch is missing, and Triton before 3.7 compiles for one AMD architecture" in capsys.readouterr().err
+
+
 def test_a_shape_that_no_kernel_in_triton_serves_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--op", "mx", "--shape", "16,4096,4096") == 0
     assert capsys.readouterr().out.splitlines()[1] == "no kernel in Triton: kernels in HIP serve this shape"
