@@ -73,7 +73,7 @@ def bars(run: Mapping[str, Any]) -> tuple[Bars, Bars]:
 def _draw(axes: Any, found: Bars, title: str) -> None:
     for place, ((value, label), look) in enumerate(zip(found, _LOOKS, strict=True)):
         axes.barh(place, value, 0.75, **look)
-        axes.text(value, place, f" {label}", va="center")
+        axes.annotate(label, (value, place), (4, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(found)), [*SHOWN.values()])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.35 * max(value for value, _ in found))
