@@ -100,7 +100,7 @@ class _Ended:
         self.names = {text for _, text in self._files()}
 
     def _files(self) -> Iterator[tuple[Path, str]]:
-        """Those of processes that have ended, with the problem's name."""
+        """The files of processes that have ended, each with its problem's name."""
         for file in self._folder.glob(self._pattern):
             pid = file.suffixes[-2].removeprefix(".")
             if file == self._file or not (pid.isdecimal() and Path("/proc", pid).exists()):

@@ -619,7 +619,7 @@ def test_explain_names_no_kernel_that_can_not_be_loaded(monkeypatch: pytest.Monk
     assert found.startswith("mx_mm[")
     assert "(triton_few by default" in found
     assert "aiter's table names it, but mxfp8_mfma can't be loaded" in found
-    # Of another machine it is not known what it can load.
+    # What another machine can load is not known.
     layer, x = torch.nn.Linear(6144, 2304, bias=False, dtype=torch.bfloat16), torch.randn(16, 6144).bfloat16()
     (row,) = explain(layer, x, target="gfx950", **MXFP8).rows  # type: ignore[arg-type]
     assert "hip_mfma" in row.kernel.partition(" by ")[0]

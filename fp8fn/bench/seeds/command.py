@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(_failed(entry) for entry in runs.rows if entry["variant"] in asked))
 
 
-# What the file has of a shape while it is measured: what remains where the process ends, as by a memory fault.
+# The file has this of a shape while it is measured, and keeps it where the process ends, as by a memory fault.
 _UNFINISHED: Final = Row(
     (), "fp8fn", "all", "TFLOP/s", 0.0, 0.0, unavailable="the process ended while the shape was measured"
 )
