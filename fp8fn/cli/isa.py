@@ -375,7 +375,7 @@ def architectures(parser: argparse.ArgumentParser, named: str | None) -> tuple[s
         return (named,)
     if not takes_architectures():
         parser.error(
-            f"--arch is missing, and Triton before 3.7 compiles for one AMD architecture in a process; run the command "
+            "--arch is missing, and Triton before 3.7 compiles for one AMD architecture in a process; run the command "
             f"for each of {', '.join(TARGETS)}"
         )
     return tuple(TARGETS)

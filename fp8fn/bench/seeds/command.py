@@ -22,7 +22,6 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{len(waiting) - done} shapes not begun, as the time of --minutes is over", flush=True)
             break
         former = next((row for row in runs.rows if row["variant"] == unit.label), None)
-        runs.put(_entry(unit, [replace(_UNFINISHED, shape=unit.shape)], ended=True))
+        runs.put(_entry(unit, [dataclasses.replace(_UNFINISHED, shape=unit.shape)], ended=True))
         try:
             rows = _measured(unit, clock, small)
         except KeyboardInterrupt:
