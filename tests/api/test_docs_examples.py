@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import fp8fn
 from fp8fn import cli
@@ -143,39 +142,6 @@ SETUPS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT / "docs").as_posix()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Lightning warns of loggers, workers and sizes
-def test_code_for_lightning_trains(fresh_dynamo: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Lightning is no package of the tests: pip install lightning."""
-    lightning = pytest.importorskip("lightning")
-    blocks = BLOCK.findall((ROOT / "docs" / "guides" / "training.md").read_text(encoding="utf-8"))
-    names: dict[str, Any] = {"lightning": lightning}
-    exec(next(code for _, code in blocks if "LightningModule" in code), names)
-
-    class Trained(names["Task"]):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Model()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    task, batches = Trained(), DataLoader([{"x": row} for row in torch.randn(16, 4, 512)], batch_size=8)
-    before = task.model.layers[0].weight.detach().clone()
-    trainer = lightning.Trainer(
-        max_steps=2, accelerator="cpu", precision="bf16-mixed", logger=False, enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )  # fmt: skip
-    with caplog.at_level("INFO", logger="fp8fn"):
-        trainer.fit(task, batches)
-    assert trainer.global_step == 2
-    assert "2 of 2 products in FP8" in caplog.text
-    assert not task.model.layers[0].weight.equal(before)
-    (checkpoint,) = tmp_path.rglob("*.ckpt")
-    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
-    assert list(saved) == ["model.layers.0.weight", "model.layers.1.weight"]
 
 
 @pytest.mark.slow(but="guides/functions.md")
