@@ -11,17 +11,17 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fp8fn.meta.untraced import untraced
 from fp8fn.ops.cuda.runtime.graph_capture import capturing
 from fp8fn.ops.layout import Block
-from fp8fn.ops.sharded import local_of
 from fp8fn.weights.form import Form, block_by_dimension
 from fp8fn.weights.fp8_weight import weight_of
 
@@ -52,8 +52,8 @@ class Written:
             self._event = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
-        """Has the current stream wait. None can wait across the begin of a CUDA graph's capture, or its end."""
-        if self._event is None or capturing():
+        """Has the current stream wait, which no graph captures: none can wait across the begin of a capture."""
+        if self._event is None:
             return
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         if stream not in self._waiting:
@@ -92,6 +92,7 @@ class Shard:
         origin: The shard from which this memory was allocated.
         outer: The version of the parameter at the time of `update_scales`: an optimizer's step that Inductor has
             compiled writes the memory, and moves no other version than that.
+        ready: What gathers take until the next `update_scales`, made by the first of them.
     """
 
     writes: int = 0
@@ -99,6 +100,14 @@ class Shard:
     fp8: ShardBytes | None = None
     origin: Shard | None = None
     outer: int | None = None
+    ready: tuple[tuple[Tensor, ...], Gathered] | None = None
+
+    def is_current(self, tensor: Tensor) -> bool:
+        """Whether the FP8 bytes are those of the values, which `tensor` holds."""
+        fp8 = self.fp8
+        if fp8 is None or fp8.scale is None or (fp8.graph_of is not None and fp8.graph_of is not self):
+            return False
+        return self.mark == (self.writes, version_of(tensor))
 
 
 class Gathered(NamedTuple):
@@ -151,23 +160,46 @@ def version_of(x: Tensor) -> int:
 
 
 class _PreAllGather:
-    """A master's `fsdp_pre_all_gather`: FSDP2 reads its signature at each gather, and a bound method's takes longer."""
+    """A master's `fsdp_pre_all_gather`: FSDP2 reads its signature at each gather, and a bound method's takes longer.
 
-    __slots__ = ("_master",)
+    It holds the parts of the master, and not the master, which keeps it.
+    """
+
+    __slots__ = ("_form", "_shard", "_tensor")
     __signature__: Final = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 
     def __init__(self, master: MasterWeight) -> None:
-        self._master = master
+        self._tensor, self._form, self._shard = master._tensor, master._form, master._shard
 
     def __call__(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Gathered]:
-        shard = self._master._shard
-        for parameter in module._parameters.values():
-            own = getattr(local_of(parameter), "_shard", None) is shard
-            if own and shard.outer not in (None, version_of(parameter)):
-                shard.writes += 1
-        return self._master.gathered(outer_size)
+        """The bytes that FSDP2 gathers, and the weight of `outer_size` that they stand for."""
+        shard = self._shard
+        if (outer := shard.outer) is not None:
+            for parameter in module._parameters.values():
+                own = type(parameter) is DTensor and getattr(parameter._local_tensor, "_shard", None) is shard
+                if own and outer != version_of(parameter):
+                    shard.writes += 1
+        if not shard.is_current(self._tensor):
+            what = "has no scales yet" if shard.mark is None else "changed since the last update_scales"
+            raise RuntimeError(
+                f"{self._form.name} {what}; call fp8fn.distributed.update_scales(model) after each optimizer.step(), "
+                "after loading or initialising weights, and before the first forward"
+            )
+        fp8 = shard.fp8
+        assert fp8 is not None
+        assert fp8.scale is not None
+        assert fp8.written is not None
+        if capturing():
+            fp8.graph_of = shard
+        else:
+            fp8.written.wait()
+        if shard.ready is None:
+            # The bytes are on the host where FSDP offloads: it has moved the shard, of which this is a copy.
+            data, scale = (part.to(self._tensor.device, non_blocking=True) for part in (fp8.data, fp8.scale))
+            shard.ready = (data,), Gathered(outer_size, scale, self._form.block, fp8.dtype)
+        return shard.ready
 
 
 def _text(master: MasterWeight, *, tensor_contents: Any = None) -> str:
@@ -232,6 +264,7 @@ class MasterWeight(Tensor):
         master = value if isinstance(value, MasterWeight) else MasterWeight(value.detach(), self._form)
         Tensor.data.__set__(self, master)  # type: ignore[attr-defined]
         self._tensor, self._shard = master._tensor, master._shard
+        self.__dict__.pop("fsdp_pre_all_gather", None)
 
     def share_memory_(self) -> MasterWeight:
         """PyTorch's own reads the memory of the wrapper, which has none."""
@@ -245,13 +278,11 @@ class MasterWeight(Tensor):
     @property
     def is_current(self) -> bool:
         """Whether the FP8 bytes are those of the values."""
-        fp8 = self._shard.fp8
-        if fp8 is None or fp8.scale is None or fp8.graph_of not in (None, self._shard):
-            return False
-        return self._shard.mark == self._mark()
+        return self._shard.is_current(self._tensor)
 
     def keep(self, data: Tensor, dtype: torch.dtype) -> None:
-        """Keeps the FP8 bytes of the values; `settle` follows."""
+        """Keeps the FP8 bytes of the values in the place of older ones, which are freed; `settle` follows."""
+        self._shard.ready = None
         if (fp8 := self._in_graph()) is not None:
             fp8.data.copy_(data)
         else:
@@ -276,49 +307,40 @@ class MasterWeight(Tensor):
         assert self._shard.fp8 is not None
         self._shard.fp8.scale, self._shard.fp8.written, self._shard.mark = scale, written, self._mark()
 
-    @property
+    @cached_property
     def fsdp_pre_all_gather(self) -> _PreAllGather:
-        """What FSDP2 calls before it gathers."""
+        """What FSDP2 calls before it gathers, and reads four times for that."""
         return _PreAllGather(self)
-
-    def gathered(self, size: torch.Size) -> tuple[tuple[Tensor, ...], Gathered]:
-        """The bytes that FSDP2 gathers, and the weight of `size` that they stand for."""
-        shard, form = self._shard, self._form
-        if not self.is_current:
-            what = "has no scales yet" if shard.mark is None else "changed since the last update_scales"
-            raise RuntimeError(
-                f"{form.name} {what}; call fp8fn.distributed.update_scales(model) after each optimizer.step(), after "
-                "loading or initialising weights, and before the first forward"
-            )
-        fp8 = shard.fp8
-        assert fp8 is not None
-        assert fp8.scale is not None
-        assert fp8.written is not None
-        fp8.written.wait()
-        if capturing():
-            fp8.graph_of = shard
-        data, scale = (part.to(self.device, non_blocking=True) for part in (fp8.data, fp8.scale))
-        return (data,), Gathered(size, scale, form.block, fp8.dtype)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Gathered, param_dtype: torch.dtype | None, *, out: Any = None
     ) -> Any:
-        """The whole weight as an `FP8Weight` over the gathered bytes; `out` is that of an earlier gather."""
-        size = metadata.size
-        data, count = outputs[0], math.prod(size)
-        if data.numel() != count:  # FSDP's padding
-            data = data.reshape(-1)[:count]
-        data = data.view(size).view(metadata.dtype)
+        """The whole weight as an `FP8Weight` over the gathered bytes; `out` is that of an earlier gather.
+
+        FSDP allocates and frees the memory that it gathers into, of which an earlier weight is a view.
+        """
+        data = outputs[0]
         if out is not None:
-            weight = local_of(out)  # `to_local` of a parameter is a view from PyTorch 2.13 on: its attributes are lost
-            weight._data, weight._scale = data, metadata.scale
+            # `to_local` of a parameter is a view from PyTorch 2.13 on: its attributes are lost.
+            weight: Any = out._local_tensor if type(out) is DTensor else out
+            if weight._data.data_ptr() != data.data_ptr():
+                weight._data = _whole(data, metadata)
+            weight._scale = metadata.scale
             return None
-        block = block_by_dimension(len(size), metadata.block)
+        block = block_by_dimension(len(metadata.size), metadata.block)
         form = Form(block, param_dtype or self.dtype, gathered=True)
-        return weight_of(data, metadata.scale, form), outputs
+        return weight_of(_whole(data, metadata), metadata.scale, form), ()
 
     def _mark(self) -> tuple[int, int]:
         return self._shard.writes, version_of(self._tensor)
+
+
+def _whole(data: Tensor, metadata: Gathered) -> Tensor:
+    """The FP8 data of a weight, a view of gathered bytes."""
+    count = math.prod(metadata.size)
+    if data.numel() != count:  # FSDP's padding
+        data = data.reshape(-1)[:count]
+    return data.view(metadata.size).view(metadata.dtype)
 
 
 @cache
@@ -351,7 +373,7 @@ def _carry(master: Any, source: Any) -> None:
             stacklevel=2,
         )
     elif master.shape == source.shape and source.is_current:
-        shard.fp8, shard.mark = old.fp8, master._mark()
+        shard.fp8, shard.mark, shard.ready = old.fp8, master._mark(), None
 
 
 def _same(master: MasterWeight) -> Shard:

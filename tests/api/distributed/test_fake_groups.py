@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -84,6 +85,38 @@ def test_a_step_of_fsdp2(world: int, rank: int, monkeypatch: pytest.MonkeyPatch)
         optimizer.step()
         with pytest.raises(RuntimeError, match="changed since"):
             model(torch.zeros(2, k))
+
+
+@pytest.mark.parametrize(("n", "world"), [(1024, 8), (1002, 8), (1024, 1)])
+def test_later_gathers_fill_the_memory_of_the_first(n: int, world: int) -> None:
+    """The host makes no tensor for them, and `update_scales` keeps no older bytes, which would double its peak."""
+    with a_rank_of(world, 0):
+        model: Any = nn.Sequential(nn.Linear(256, n, bias=False))
+        gather_fp8(model)
+        fully_shard(model[0])
+        fully_shard(model)
+        master = model[0].weight.to_local()
+        scales = []
+        for _ in range(2):
+            update_scales(model)
+            for _ in range(2):
+                model[0].unshard()
+                weight = model[0].weight
+                if not scales:
+                    data = weight._data
+                assert weight._data is data
+                assert weight._data.untyped_storage().nbytes() >= n * 256
+                scales.append(weight._scale)
+                model[0].reshard()
+                assert weight._data.untyped_storage().nbytes() == 0
+            bytes_of_before = ref(master._shard.fp8.data)
+            with torch.no_grad():
+                model[0].weight.mul_(2)
+        assert torch.equal(scales[1], scales[0])
+        assert torch.equal(scales[2][0], 2 * scales[0][0])  # other blocks are those of ranks that send nothing
+        assert scales[2] is scales[3]
+        update_scales(model)
+        assert bytes_of_before() is None
 
 
 @pytest.mark.parametrize(("world", "rank"), [(8, 0), (1000, 999)])
