@@ -1,4 +1,4 @@
-"""The MX product of processors whose matrix instruction takes the scales: sm100's `tcgen05.mma`, gfx950's MFMA."""
+"""The MX product where the matrix instruction takes scales: sm100's `tcgen05.mma`, sm120's `mma`, gfx950's MFMA."""
 
 from __future__ import annotations
 

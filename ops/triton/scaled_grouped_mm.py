@@ -5,8 +5,8 @@ Nothing of a launch depends on where the groups end. For rows a program finds it
 lies past the last group is one group more, of zeros. In a batch whose experts have the first rows of their matrix, as
 many as `counts` says, each tile of the batch has a program, and those without a row multiply nothing.
 
-Where the matrix instruction takes scales (sm100's `tcgen05.mma`, gfx950's MFMA), it takes those of MX, and a K tile
-holds several blocks. Elsewhere a K tile is one block, whose scales multiply its product.
+Where the matrix instruction takes scales (sm100's `tcgen05.mma`, sm120's `mma`, gfx950's MFMA), it takes those of MX,
+and a K tile holds several blocks. Elsewhere a K tile is one block, whose scales multiply its product.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8fn.ops.groups import ROWS, most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE
-from fp8fn.ops.mx_mm import is_mx
+from fp8fn.ops.mx_mm import has_lines, is_mx
 from fp8fn.ops.products import ROOM_FOR_A_ROW, ScaledProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.gemm_config import GemmConfig
@@ -332,7 +333,7 @@ def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
     if formats["A_FORMAT"] is not None:
         tile, bk = _scaled_config(product, m, k)
     else:
-        tile, bk = _k_config(m, n, spread, target), size
+        tile, bk = _k_config(a, b, spread, target), size
     config = config or tile
     return TritonLaunch(
         kernel=grouped_k_mm,
@@ -366,8 +367,9 @@ def formats_of(product: ScaledProduct) -> dict[str, str | None]:
 
 def _problem(product: ScaledProduct, m: int, k: int) -> Problem:
     """A group's product as MX kernels are configured for it."""
-    a_dtype, b_dtype = product.a.data.dtype, product.b.data.dtype
-    return Problem(m, product.b.data.shape[-1], k, product.target, a_dtype=a_dtype, b_dtype=b_dtype)
+    a, b = product.a.data, product.b.data
+    k_lines = has_lines(a) and has_lines(b.mT)
+    return Problem(m, b.shape[-1], k, product.target, a_dtype=a.dtype, b_dtype=b.dtype, k_lines=k_lines)
 
 
 def _scaled_config(product: ScaledProduct, m: int, k: int) -> tuple[GemmConfig, int]:
@@ -386,14 +388,19 @@ def _rows_config(product: ScaledProduct, rows: int) -> GemmConfig:
     return config
 
 
-def _k_config(m: int, n: int, spread: bool, target: Target) -> GemmConfig:
-    config = choose_config(m, n, ROWS, target)
+def _k_config(a: Tensor, b: Tensor, spread: bool, target: Target) -> GemmConfig:
+    """The configuration of groups along K; none spills (scaled_grouped_mm/test_triton.py)."""
+    m, n = a.shape[0], b.shape[1]
+    config = choose_config(m, n, ROWS, target, aligned=spread or is_aligned(a, b, b))
     if spread and target.arch in GROUPED_K and m > 64:
         from fp8fn.ops.tuning.amd import config_of
 
         return config_of(GROUPED_K[str(target.arch)])
-    if not spread and target.arch == 90 and config.BM == 64:
+    if config.BM == 64 and target.arch == 90 and not spread:
         # Both operands pass through registers: 2 of them spill with 4 warps.
+        return replace(config, num_warps=8)
+    if config.BM == 64 and target.arch in (89, 120) and (m % config.BM or n % config.BN):
+        # The masks of a partial tile take registers: 2 spill with 4 warps.
         return replace(config, num_warps=8)
     return config
 

@@ -11,6 +11,8 @@ from fp8fn.ops.tuning.mx import MxConfig, Problem
 # Rows of a tile of the kernel that shares a sum over K: the least that a matrix instruction has.
 _FEW: Final = 16
 _MOST_SPLITS: Final = 8
+# sm121 has the instruction of sm120 too, but there Triton 3.7.1 multiplies in bfloat16.
+_SCALED: Final = (100, 103, 120, "gfx950")
 
 
 def foreign(problem: Problem) -> str | None:
@@ -38,8 +40,8 @@ def configure_few(problem: Problem) -> MxConfig:
 
 
 def accepts_scaled(problem: Problem) -> str | None:
-    if problem.target.arch not in (100, 103, "gfx950"):
-        return f"{problem.target.name} has no matrix instruction with scales"
+    if problem.target.arch not in _SCALED:
+        return f"Triton has no matrix instruction with scales for {problem.target.name}"
     return foreign(problem)
 
 
@@ -51,9 +53,21 @@ def configure_scaled(problem: Problem) -> MxConfig:
         if problem.m <= 64:
             return MxConfig(64, 64, 256, 4, 2, options=options)
         return MxConfig(128, 128, 128, 8, 2, options=options)
+    if problem.target.arch == 120:
+        return _configure_sm120(problem)
     if problem.k % 16:  # loads of single bytes take registers: 128 deep spills 28 to 172
         return MxConfig(128, 64, 64, 8, 3)
     return MxConfig(128, 64 if problem.m <= 128 else 128, 128, 8, 3)
+
+
+def _configure_sm120(problem: Problem) -> MxConfig:
+    """Tiles for `mma.sync`, which takes operands from registers. A thread block has 99 KiB of shared memory."""
+    if not problem.k_lines or problem.k % 16:  # turned around in registers, or loaded by bytes: others spill 2 to 478
+        return MxConfig(64, 64, 64, 8, 3)
+    if problem.m <= 64:
+        bm = 16 if problem.m <= 16 else 32 if problem.m <= 32 else 64
+        return MxConfig(bm, 64, 128, 8 if bm == 64 else 4, 3)
+    return MxConfig(128, 128, 128, 8, 3)  # 4 warps spill 80
 
 
 def configure_widened(problem: Problem) -> MxConfig:
@@ -66,7 +80,9 @@ def configure_widened(problem: Problem) -> MxConfig:
         bn = 64 if -(-problem.n // 64) * problem.batch >= target.cores else 32
         if target.backend == "hip":
             return MxConfig(bm, bn, 128, 4, 2, options=options)
-        return MxConfig(bm, bn, 64 if bm == 64 else 128, 8 if bm == 64 else 4, 3)
+        # With a partial K tile 4 warps spill 2 registers on sm100.
+        warps = 8 if bm == 64 or (target.arch in (100, 103) and problem.k % 128) else 4
+        return MxConfig(bm, bn, 64 if bm == 64 else 128, warps, 3)
     if target.backend == "hip":
         return MxConfig(128, 128, 64, 8, 2, options=options)
     return MxConfig(128, 128, 64, 8, 3)

@@ -6,6 +6,8 @@ import logging
 import math
 import re
 from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -20,13 +22,13 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.mx_mm import KERNELS, MX_MM, choose
+from fp8fn.ops.mx_mm import KERNELS, MX_MM, choose, problem_of
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import COLUMNS, MxConfig, Problem, Row, parse, shipped
 from support.accuracy import snr
 from support.called_ops import Names
-from support.compilers import assert_no_spills
+from support.compilers import assert_no_spills, instructions
 from support.mx_tables import mx_table
 from support.operands.mx import DENSE, Batches, assert_near, dequantized, exact, on, operands
 from support.products import mx_product, scaled_product
@@ -183,11 +185,11 @@ def test_every_dense_shape_has_its_kernel_in_triton(shape: tuple[int, int]) -> N
         for m in (17, 32, 64, 128, 4096):
             choice = choose(on(target, m=m, n=n, k=k), {}, TRITON)
             assert choice.refused[0] == ("triton_few", f"M={m} is above 16")
-            if target in (SM100, GFX950):
+            if target in (SM100, SM120, GFX950):
                 assert choice.name == "triton_scaled"
             else:
                 assert choice.name == "triton_widened"
-                assert choice.refused[1][1] == f"{target.name} has no matrix instruction with scales"
+                assert choice.refused[1][1] == f"Triton has no matrix instruction with scales for {target.name}"
 
 
 def test_a_foreign_type_goes_to_pytorch_and_says_why() -> None:
@@ -236,24 +238,37 @@ def test_a_table_comes_before_the_default_and_is_no_way_around_an_envelope() -> 
         })  # fmt: skip
 
 
-def offline(target: Target, name: str, m: int, n: int = 4096, k: int = 4096) -> tuple[TritonLaunch, ...]:
-    dtype = native_e4m3(target)
-    a, b = torch.empty(m, k, dtype=dtype, device="meta"), torch.empty(n, k, dtype=dtype, device="meta").mT
+def offline(
+    target: Target, name: str, m: int, n: int = 4096, k: int = 4096, column_major: bool = True,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+) -> tuple[TritonLaunch, ...]:  # fmt: skip
+    a_dtype, b_dtype = dtypes or (native_e4m3(target),) * 2
+    a = torch.empty(m, k, dtype=a_dtype, device="meta")
+    b = torch.empty(n, k, dtype=b_dtype, device="meta").mT if column_major else a.new_empty((k, n), dtype=b_dtype)
     scales = empty_scale(a, (1, 32), "e8m0"), empty_scale(b, (32, 1), "e8m0")
     kernel = TRITON[NAMES.index(name)]
-    config = kernel.configure(on(target, m=m, n=n, k=k))
+    config = kernel.configure(problem_of(a, b, target, *scales))
     out = torch.empty(m, n, dtype=BF16, device="meta")
     return kernel.plan(mx_product((a, b), scales, out, target), config)
 
 
 @pytest.mark.parametrize("m", [16, 32, 64, 4096])
-@pytest.mark.parametrize("target", [SM89, SM90, SM100, GFX942, GFX950], ids=lambda target: target.name)
+@pytest.mark.parametrize("target", [SM89, SM90, SM100, SM120, GFX942, GFX950], ids=lambda target: target.name)
 def test_no_configuration_spills(target: Target, m: int) -> None:
     for kernel in TRITON:
         if kernel.accepts(on(target, m=m)) is None:
-            for n, k in ((4096, 4096), (32768, 4096), (4097, 4001)):
+            for n, k in ((4096, 4096), (32768, 4096), (4097, 4001), (4096, 1008)):
                 for launch in offline(target, kernel.name, m, n, k):
                     assert_no_spills(launch.resources(), target)
+
+
+@pytest.mark.parametrize("n", [4096, 4097])
+@pytest.mark.parametrize("m", [32, 64, 4096])
+@pytest.mark.parametrize("target", [SM100, SM120], ids=lambda target: target.name)
+def test_no_product_by_a_row_major_matrix_spills(target: Target, m: int, n: int) -> None:
+    """On sm120 its tiles are turned around in registers: 128x128x128 spilled 16, and 162 where N is odd."""
+    for launch in offline(target, "triton_scaled", m, n, column_major=False):
+        assert_no_spills(launch.resources(), target)
 
 
 def test_machine_code_multiplies_with_scales_or_in_bfloat16() -> None:
@@ -267,6 +282,32 @@ def test_machine_code_multiplies_with_scales_or_in_bfloat16() -> None:
     assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in ptx
     ptx = offline(SM90, "triton_few", 1)[0].compile().asm["ptx"]
     assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in ptx
+
+
+def lowered_by_triton_3_7() -> bool:
+    return tuple(int(part) for part in version("triton").split(".")[:2]) >= (3, 7)
+
+
+@pytest.mark.skipif(not lowered_by_triton_3_7(), reason="whether an older Triton has the instruction was not tried")
+@pytest.mark.parametrize("shape", [(32, 4096, 4096), (64, 4096, 4096), (4096, 4096, 4096), (4095, 4093, 4001)])
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)], ids=str)
+def test_sm120_multiplies_with_scales(
+    dtypes: tuple[torch.dtype, torch.dtype], shape: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """In every type and at every size by `mma.sync` with scales, which is `QMMA.SF` in SASS."""
+    (launch,) = offline(SM120, "triton_scaled", *shape, dtypes=dtypes)
+    compiled = launch.compile()
+    a, b = ("e4m3" if dtype == E4M3 else "e5m2" for dtype in dtypes)
+    products = set(re.findall(r"mma\.sync\.[\w.:]+", compiled.asm["ptx"]))
+    scaled = "row.col.kind::mxf8f6f4.block_scale.scale_vec::1X"
+    assert products == {f"mma.sync.aligned.m16n8k32.{scaled}.f32.{a}.{b}.f32.ue8m0"}
+    sass = [text for _, text in instructions(compiled.asm["cubin"], tmp_path)]
+    assert {text.split()[0] for text in sass if "MMA" in text} == {f"QMMA.SF.16832.F32.{a}.{b}.E8".upper()}
+
+
+def test_sm121_multiplies_in_bfloat16() -> None:
+    """Triton 3.7.1 lowers `dot_scaled` to the instruction with scales for sm120 alone."""
+    assert choose(on(replace(SM120, arch=121), m=64), {}).name == "triton_widened"
 
 
 @pytest.mark.parametrize("batch", [((), ()), ((2, 3), ()), ((3,), (3,)), ((2, 3), (3,)), ((), (2, 1))], ids=str)

@@ -24,7 +24,7 @@ from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
-from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
+from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
@@ -250,7 +250,7 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rows", "rowwise", "mx"])
-@pytest.mark.parametrize("target", [SM89, SM90, SM100, GFX942, GFX950], ids=lambda target: target.name)
+@pytest.mark.parametrize("target", [SM89, SM90, SM100, SM120, GFX942, GFX950], ids=lambda target: target.name)
 def test_triton_compiles_without_spills(target: Target, kind: str) -> None:
     for room in (512, 4096):
         launch: TritonLaunch
