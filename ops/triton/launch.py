@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -139,12 +140,21 @@ def _check_architecture(gpu: GPUTarget) -> None:
 
 
 class Place(NamedTuple):
-    """A pointer argument: its name and place in the signature, its type, and the place of its tensor in a call."""
+    """A pointer or a descriptor: its name and place in the signature, its type, and the place of its tensor in a call.
+
+    `descriptor` makes the descriptor of the tensor, where the argument is one.
+    """
 
     name: str
     argument: int
     dtype: torch.dtype
     tensor: int
+    descriptor: Callable[[Tensor], TensorDescriptor] | None = None
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Tensor | TensorDescriptor | None:
+        """The argument of a call. Of its tensor only the address is read, whatever its type."""
+        tensor = tensors[self.tensor]
+        return tensor if tensor is None or self.descriptor is None else self.descriptor(tensor)
 
 
 class Step:
@@ -167,7 +177,7 @@ class Step:
             return
         arguments = list(self._arguments)
         for place in self._places:
-            arguments[place.argument] = tensors[place.tensor]  # its address is read, whatever its type
+            arguments[place.argument] = place.of(tensors)
         if device.index == torch._C._cuda_getDevice():
             self._start(*arguments)
         else:
@@ -176,10 +186,12 @@ class Step:
 
     def _compile_and_start(self, tensors: Sequence[Tensor | None]) -> None:
         args = dict(self._launch.args)
-        for name, _, dtype, place in self._places:
-            tensor = tensors[place]
-            assert tensor is not None
-            args[name] = tensor if tensor.dtype == dtype else tensor.view(dtype)
+        for place in self._places:
+            argument = place.of(tensors)
+            assert argument is not None
+            if isinstance(argument, Tensor) and argument.dtype != place.dtype:
+                argument = argument.view(place.dtype)
+            args[place.name] = argument
         compiled = replace(self._launch, args=args).run()
         if self._launch.target.backend == "cuda" and compiled is not None:  # None where a hook of Triton's compiles
             self._start = compiled[self._launch.grid]
@@ -219,12 +231,20 @@ def kept(launches: Sequence[Launch], inputs: Mapping[str, Tensor | None], output
                 continue
             own = launch.binds.get(name, name)
             tensor = known.get(own)
-            if not isinstance(arg, Tensor) or tensor is None or tensor.data_ptr() != arg.data_ptr():
+            base = arg if isinstance(arg, Tensor) else arg.base
+            if tensor is None or tensor.data_ptr() != base.data_ptr():
                 return None
             args[name] = None
-            places.append(Place(name, position, arg.dtype, order[own]))
+            descriptor = None if isinstance(arg, Tensor) else _descriptors_like(arg)
+            places.append(Place(name, position, base.dtype, order[own], descriptor))
         steps.append(Step(replace(launch, args=args), places))
     return TritonCall(tuple(steps), tuple(map(geometry, made.values())), outputs.returned)
+
+
+def _descriptors_like(descriptor: TensorDescriptor) -> Callable[[Tensor], TensorDescriptor]:
+    """A function that makes the same descriptor of another tensor, of which only the address and type are read."""
+    made: Callable[..., TensorDescriptor] = type(descriptor)
+    return partial(made, shape=descriptor.shape, strides=descriptor.strides, block_shape=descriptor.block_shape)
 
 
 def resources(compiled: CompiledKernel) -> Resources:

@@ -1,4 +1,4 @@
-"""The scaled product on Hopper: operands by TMA, persistent programs, promotion to float32 after every k-block."""
+"""The scaled product by TMA, on Hopper and Blackwell: persistent programs, promotion to float32 after every k-block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.targets import OCP, hopper_fault
+from fp8fn.ops.targets import OCP, Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_mm import check_blocks
@@ -55,6 +55,15 @@ class TmaConfig:
 DEFAULT: Final = TmaConfig(FLATTEN=True, GROUP=16)
 HIDING: Final = TmaConfig(BM=64, num_warps=4, OCCUPANCY=2)
 _MANY_TILES: Final = 4096
+# Blackwell's were never timed. On sm100 `tcgen05.mma` has its rate from 128 rows on, and fused loops spill 192 to 418
+# registers where both sides have a vector of scales, which 128 columns with both masks do by 6.
+VECTORS: Final = TmaConfig()
+_MASKED_VECTORS: Final = TmaConfig(BN=64)
+# On sm120 a multiprocessor has 100 KiB of shared memory: room for two such programs.
+SMALL: Final = TmaConfig(BM=64, num_warps=4, num_stages=2, OCCUPANCY=2)
+# Architectures whose FP8 instruction reads operands from shared memory along either axis.
+_EITHER_AXIS: Final = (100, 103)
+_ARCHITECTURES: Final = (90, *_EITHER_AXIS, 120)
 
 
 @triton.jit
@@ -64,8 +73,12 @@ def scaled_mm_tma(
     A_M: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, OUT_TMA: tl.constexpr, WIDE: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, AHEAD: tl.constexpr, PROMOTE: tl.constexpr,
+    A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `program, program + PROGRAMS, ...`; `a (M, K)`, `b (N, K)` and, with OUT_TMA, `out` are descriptors."""
+    """Tiles `program, program + PROGRAMS, ...`; `a (M, K)`, `b (N, K)` and, with OUT_TMA, `out` are descriptors.
+
+    With `A_TURNED` a is `(K, M)`, and with `B_TURNED` b is `(K, N)`.
+    """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     blocks_k = tl.cdiv(K, BK)
@@ -85,8 +98,14 @@ def scaled_mm_tma(
         if AHEAD and B_PER_K:
             b_next = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
         for k in range(blocks_k):
-            a_tile = a.load([start_m, k * BK])
-            b_tile = b.load([start_n, k * BK])
+            if A_TURNED:
+                a_tile = a.load([k * BK, start_m]).T
+            else:
+                a_tile = a.load([start_m, k * BK])
+            if B_TURNED:
+                b_tile = b.load([k * BK, start_n])
+            else:
+                b_tile = b.load([start_n, k * BK]).T
             a_value = 1.0
             b_value = 1.0
             if A_PER_K:
@@ -104,12 +123,12 @@ def scaled_mm_tma(
                 else:
                     b_value = tile_scales(b_scale + k * bs_k, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
             if A_PER_K or B_PER_K:
-                product = tl.dot(a_tile, b_tile.T)
+                product = tl.dot(a_tile, b_tile)
                 acc += scaled(product, a_value, b_value, A_VECTOR and A_PER_K, B_VECTOR and B_PER_K)
             elif PROMOTE:
-                acc += tl.dot(a_tile, b_tile.T)
+                acc += tl.dot(a_tile, b_tile)
             else:
-                acc = tl.dot(a_tile, b_tile.T, acc)
+                acc = tl.dot(a_tile, b_tile, acc)
 
         if not A_PER_K:
             a_whole = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
@@ -137,8 +156,8 @@ def scaled_mm_tma(
 def accepts(product: ScaledProduct) -> str | None:
     """None where `plan_scaled_mm_tma` takes these operands, else the reason why not."""
     (a, _, a_block), (b, _, b_block), out, target = product.a, product.b, product.out, product.target
-    if (reason := hopper_fault(target)) is not None:
-        return reason
+    if target.backend != "cuda" or target.arch not in _ARCHITECTURES:
+        return f"{target.name} is none of {', '.join(f'sm{arch}' for arch in _ARCHITECTURES)}"
     if out.dim() != 2 or a.dim() != 2 or b.dim() != 2:
         return "an operand is a batch"
     if a.dtype not in OCP or b.dtype not in OCP:
@@ -150,7 +169,8 @@ def accepts(product: ScaledProduct) -> str | None:
     if a.shape[1] == 0:
         return "K is 0"
     for name, operand in (("a", a), ("b.mT", b.mT)):
-        if (fault := _tma_fault(operand)) is not None:
+        turned = target.arch in _EITHER_AXIS and _tma_fault(operand.mT) is None
+        if not turned and (fault := _tma_fault(operand)) is not None:
             return f"{name} {fault}"
     return None
 
@@ -169,13 +189,22 @@ def _tma_fault(x: Tensor) -> str | None:
     return None
 
 
+def _descriptor(x: Tensor, lines: int, turned: bool) -> TensorDescriptor:
+    """Tiles of `lines` rows of x by a K tile; with `turned` those of `x.mT`, by as many columns."""
+    return TensorDescriptor.from_tensor(x.mT, [_BK, lines]) if turned else TensorDescriptor.from_tensor(x, [lines, _BK])
+
+
 def plan_scaled_mm_tma(product: ScaledProduct, config: TmaConfig | None = None) -> tuple[TritonLaunch]:
-    """The launch of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`, K contiguous in both operands; see `accepts`."""
+    """The launch of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`; see `accepts`.
+
+    K is contiguous in both operands, except on sm100, where either axis may be.
+    """
     (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
     bias, target = product.bias, product.target
     check_blocks(a_block, b_block)
     (m, k), n = a.shape, b.shape[1]
-    config = config or choose_config(m, n, a_block, b_block)
+    config = config or choose_config(m, n, a_block, b_block, target)
+    a_turned, b_turned = _tma_fault(a) is not None, _tma_fault(b.mT) is not None
     a_scale, b_scale = storage(a_scale), storage(b_scale)
     through_tma = _tma_fault(out) is None
     width = config.BN // 2 if config.SPLIT else config.BN
@@ -185,8 +214,8 @@ def plan_scaled_mm_tma(product: ScaledProduct, config: TmaConfig | None = None) 
         kernel=scaled_mm_tma,
         grid=(programs, 1, 1),
         args={
-            "a": TensorDescriptor.from_tensor(a, [config.BM, _BK]),
-            "b": TensorDescriptor.from_tensor(b.mT, [config.BN, _BK]),
+            "a": _descriptor(a, config.BM, a_turned),
+            "b": _descriptor(b.mT, config.BN, b_turned),
             "out": TensorDescriptor.from_tensor(out, [config.BM, width]) if through_tma else out,
             "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "M": m, "N": n, "K": k, "out_m": out.stride(0),
             "as_m": a_scale.stride(0), "as_k": a_scale.stride(1), "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1),
@@ -197,6 +226,7 @@ def plan_scaled_mm_tma(product: ScaledProduct, config: TmaConfig | None = None) 
             "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
             "OUT_TMA": through_tma, "WIDE": is_wide(out),
             "SPLIT": config.SPLIT, "FLATTEN": config.FLATTEN, "AHEAD": config.AHEAD, "PROMOTE": config.PROMOTE,
+            "A_TURNED": a_turned, "B_TURNED": b_turned,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
         target=target,
@@ -204,20 +234,50 @@ def plan_scaled_mm_tma(product: ScaledProduct, config: TmaConfig | None = None) 
     return (launch,)
 
 
-def choose_config(m: int, n: int, a_block: Block, b_block: Block) -> TmaConfig:
+def choose_config(m: int, n: int, a_block: Block, b_block: Block, target: Target) -> TmaConfig:
     """The configuration for a shape and its scales."""
-    vectors = a_block[0] == b_block[1] == 1
-    return HIDING if vectors or ceil_div(m, 128) * ceil_div(n, 128) >= _MANY_TILES else DEFAULT
+    if target.arch == 120:
+        return SMALL
+    if target.arch in _EITHER_AXIS:
+        if not _vectors(a_block, b_block):
+            return DEFAULT
+        return _MASKED_VECTORS if m % VECTORS.BM and n % VECTORS.BN else VECTORS
+    return HIDING if a_block[0] == b_block[1] == 1 or ceil_div(m, 128) * ceil_div(n, 128) >= _MANY_TILES else DEFAULT
 
 
 def configs(product: ScaledProduct) -> tuple[TmaConfig, ...]:
     """The default configuration of a product, then the other candidates."""
-    default = choose_config(product.m, product.n, product.a.block, product.b.block)
-    return tuple(dict.fromkeys((default, *candidates(product.m, product.n, product.k))))
+    a_block, b_block, target = product.a.block, product.b.block, product.target
+    default = choose_config(product.m, product.n, a_block, b_block, target)
+    return tuple(dict.fromkeys((default, *candidates(target, _vectors(a_block, b_block)))))
 
 
-def candidates(m: int, n: int, k: int) -> tuple[TmaConfig, ...]:
-    """Configurations worth timing for a shape; none of them spills."""
+def _vectors(a_block: Block, b_block: Block) -> bool:
+    """Whether each K tile has a vector of scales on both sides."""
+    return a_block[0] == b_block[1] == 1 and WHOLE not in (a_block[1], b_block[0])
+
+
+def candidates(target: Target, vectors: bool) -> tuple[TmaConfig, ...]:
+    """Configurations worth timing, with `vectors` of scales on both sides; none of them spills."""
+    if target.arch == 120:
+        return (
+            SMALL,
+            TmaConfig(BM=64, num_warps=4, num_stages=3),
+            TmaConfig(num_stages=2),
+            TmaConfig(BN=64, num_stages=3),
+            TmaConfig(BN=64, num_stages=2),
+        )
+    if target.arch in _EITHER_AXIS:
+        fused = () if vectors else (DEFAULT, TmaConfig(num_stages=3, SPLIT=True, FLATTEN=True))
+        return (
+            *fused,
+            VECTORS,
+            TmaConfig(GROUP=16),
+            TmaConfig(num_stages=3),
+            TmaConfig(num_stages=5, SPLIT=True),
+            TmaConfig(BN=64, OCCUPANCY=2, num_stages=3),
+            TmaConfig(BN=64, num_stages=5),
+        )
     return (
         DEFAULT,
         HIDING,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +15,17 @@ pytest.importorskip("triton")
 
 from fp8fn.cli.isa import OPS, assembly, product_launch
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.quantization import empty_dual
+from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch, resources
 from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
+from fp8fn.ops.triton.scaled_mm_tma import accepts as tma_accepts
 from fp8fn.ops.triton.scaled_mm_tma import candidates, plan_scaled_mm_tma
 from fp8fn.ops.tuning.amd import CANDIDATES, config_of
 from fp8fn.ops.tuning.amd_model import PROCESSORS, waves_per_simd
-from support.compilers import SHARED, assert_no_spills
+from support.compilers import SHARED, assert_no_spills, instructions
 from support.products import Parts
 from support.quantizers import plan_quantize, plan_quantize_dual
 
@@ -38,10 +43,9 @@ PRODUCTS: dict[str, tuple[Block, Block, str, str, str]] = {
 }
 
 
-def product(
-    target: Target, kind: str, m: int = 4096, n: int = 4096, k: int = 4096, planner: Any = plan_scaled_mm,
-    config: Any = None,
-) -> TritonLaunch:  # fmt: skip
+def product_of(
+    target: Target, kind: str, m: int = 4096, n: int = 4096, k: int = 4096, out_dtype: torch.dtype = torch.bfloat16
+) -> ScaledProduct:
     a_block, b_block, a_contiguous, b_contiguous, scale = PRODUCTS[kind]
     dtype = native_e4m3(target)
     a = torch.empty(m, k, dtype=dtype, device="meta")
@@ -51,11 +55,31 @@ def product(
     if b_contiguous == "K":
         b = torch.empty(n, k, dtype=dtype, device="meta").mT
     scales = empty_scale(a, a_block, scale), empty_scale(b, b_block, scale)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    operands = Parts(a, scales[0], a_block, b, scales[1], b_block, None, out)
+    out = torch.empty(m, n, dtype=out_dtype, device="meta")
+    return Parts(a, scales[0], a_block, b, scales[1], b_block, None, out).product(target)
+
+
+def product(
+    target: Target, kind: str, m: int = 4096, n: int = 4096, k: int = 4096, planner: Any = plan_scaled_mm,
+    config: Any = None,
+) -> TritonLaunch:  # fmt: skip
     launch: TritonLaunch
-    (launch,) = planner(operands.product(target), config)
+    (launch,) = planner(product_of(target, kind, m, n, k), config)
     return launch
+
+
+def lines(product: ScaledProduct) -> ScaledProduct:
+    """The same product, its operands in lines of a multiple of 16 bytes, as the quantizers lay them out."""
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        turned = x.stride(1) != 1
+        rows, columns = (x.mT if turned else x).shape
+        line = -(-columns // 16) * 16
+        made = torch.empty_strided((rows, columns), (line, 1), dtype=x.dtype, device="meta")
+        return made.mT if turned else made
+
+    a, b = product.a, product.b
+    return replace(product, a=a._replace(data=padded(a.data)), b=b._replace(data=padded(b.data)))
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
@@ -87,14 +111,34 @@ def test_no_product_with_a_partial_k_tile_spills(target: Target, kind: str) -> N
     assert_no_spills(product(target, kind, k=1008).resources(), target)
 
 
+# Bytes of shared memory of a multiprocessor, of which each program takes one KiB more than it asks for.
+MULTIPROCESSOR = {"sm90": 228 << 10, "sm100": 228 << 10, "sm120": 100 << 10}
+BY_TMA = (SM90, SM100, SM120)
+
+
 @pytest.mark.parametrize("kind", ["forward", "wgrad", "rowwise"])
-@pytest.mark.parametrize("config", candidates(4096, 4096, 4096), ids=str)
-def test_no_tma_candidate_spills_and_as_many_fit_as_it_says(config: Any, kind: str) -> None:
-    used = product(SM90, kind, planner=plan_scaled_mm_tma, config=config).resources()
-    assert_no_spills(used, SM90)
-    # A multiprocessor has 228 KiB, of which each program takes one more, and 65536 registers, given out by 8 a thread.
-    assert config.OCCUPANCY * (used.shared + 1024) <= 228 << 10
-    assert config.OCCUPANCY * config.num_warps * 32 * (-(-used.registers // 8) * 8) <= 65536
+@pytest.mark.parametrize("target", BY_TMA, ids=lambda target: target.name)
+def test_no_tma_candidate_spills_and_as_many_fit_as_it_says(target: Target, kind: str) -> None:
+    for config in candidates(target, vectors=kind == "wgrad"):
+        used = product(target, kind, planner=plan_scaled_mm_tma, config=config).resources()
+        assert_no_spills(used, target)
+        # A multiprocessor has 65536 registers, given out by 8 a thread.
+        assert config.OCCUPANCY * (used.shared + 1024) <= MULTIPROCESSOR[target.name], config
+        assert config.OCCUPANCY * config.num_warps * 32 * (-(-used.registers // 8) * 8) <= 65536, config
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad", "TN", "rowwise"])
+@pytest.mark.parametrize("target", [SM100, SM120], ids=lambda target: target.name)
+def test_no_default_by_tma_spills(target: Target, kind: str, out: torch.dtype) -> None:
+    """At full tiles, and at partial ones along M, N and both, whose masks take registers."""
+    for m, n, k in ((4096, 4096, 4096), (4096, 4093, 4096), (4095, 4096, 4001), (4095, 4093, 4096), (67, 33, 31)):
+        made = lines(product_of(target, kind, m, n, k, out))
+        if tma_accepts(made) is None:
+            assert_no_spills(plan_scaled_mm_tma(made)[0].resources(), target)
+        else:
+            assert target is SM120
+            assert kind in ("dgrad", "TN")
 
 
 @pytest.mark.parametrize("planner", [plan_scaled_mm, plan_scaled_mm_tma], ids=lambda planner: planner.__name__)
@@ -105,9 +149,38 @@ def test_hopper_multiplies_e4m3_in_warpgroups(kind: str, planner: Any) -> None:
     assert ("cp.async.bulk.tensor.2d.shared" in ptx) == (planner is plan_scaled_mm_tma)
 
 
-def test_ada_and_blackwell_multiply_fp8() -> None:
-    assert "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32" in product(SM89, "forward").compile().asm["ptx"]
+def test_ada_and_blackwell_multiply_fp8_by_pointers() -> None:
+    for target in (SM89, SM120):
+        ptx = product(target, "forward").compile().asm["ptx"]
+        assert "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32" in ptx
     assert "tcgen05.mma.cta_group::1.kind::f8f6f4" in product(SM100, "forward").compile().asm["ptx"]
+
+
+# The product in PTX and in SASS.
+BLACKWELL = {
+    "sm100": (r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", "UTCQMMA"),
+    "sm120": (r"mma\.sync\.aligned\.m16n8k32\.row\.col\.f32\.e4m3\.e4m3\.f32", "QMMA.16832.F32.E4M3.E4M3"),
+}
+
+
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad", "TN", "rowwise"])
+@pytest.mark.parametrize("target", [SM100, SM120], ids=lambda target: target.name)
+def test_blackwell_loads_by_tma(target: Target, kind: str, tmp_path: Path) -> None:
+    """What is chosen: on sm100 whichever axis is contiguous; on sm120 K, as other tiles would be read by bytes."""
+    (launch,) = SCALED_MM.plan(product_of(target, kind))
+    assert isinstance(launch, TritonLaunch)
+    by_tma = target is SM100 or kind not in ("dgrad", "TN")
+    assert launch.name == ("scaled_mm_tma" if by_tma else "scaled_mm")
+    compiled = launch.compile()
+    ptx, (pattern, name) = compiled.asm["ptx"], BLACKWELL[target.name]
+    assert re.search(pattern, ptx)
+    assert bool(re.search(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", ptx)) == by_tma
+    sass = [text for _, text in instructions(compiled.asm["cubin"], tmp_path)]
+    assert {text.split()[0] for text in sass if "MMA" in text.split()[0]} == {name}
+    assert any("UTMALDG.2D" in text for text in sass) == by_tma
+    if by_tma:  # scales alone are loaded by threads, and no matrix
+        assert not re.search(r"cp\.async\.c[ag]\.shared\.global \[.*\], \[.*\], 0x10", ptx)
+        assert "UTMASTG.2D" in "".join(sass)
 
 
 @pytest.mark.parametrize("target", [GFX942, GFX950], ids=lambda target: target.name)

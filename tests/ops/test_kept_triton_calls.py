@@ -30,6 +30,7 @@ from fp8fn.ops.quantize_grouped import (
     quantize_grouped_reference,
 )
 from fp8fn.ops.scaled_mm import scaled_mm_kernel, scaled_mm_reference
+from fp8fn.ops.triton import scaled_mm_tma
 from fp8fn.ops.triton.launch import TritonCall, TritonLaunch
 from support.accuracy import assert_same_bits, snr
 from support.operands.values import random
@@ -149,6 +150,37 @@ def test_a_kept_product_reads_the_tensors_of_each_call(with_bias: bool, scale: s
         args = *left, (128, 128), *right, (128, 128), bias, torch.float32
         torch.testing.assert_close(scaled_mm_kernel(*args), scaled_mm_reference(*args), rtol=1e-4, atol=1e-3)
     assert isinstance(_only_call(), TritonCall)
+
+
+def _assert_kept_by_tma(device: str, along_k: bool, target: targets.Target, patch: pytest.MonkeyPatch) -> None:
+    """Four products by descriptors, each of tensors of its own, with one plan."""
+    planned: list[str] = []
+    plan = scaled_mm_tma.plan_scaled_mm_tma
+    patch.setattr(targets, "target_of", lambda device: target)
+    patch.setattr(scaled_mm_tma, "plan_scaled_mm_tma", lambda *args: planned.append("tma") or plan(*args))
+    for seed in (1, 2, 3, 4):
+        left = quantize_reference(random(96, 144, seed=seed).to(device), (1, 128))
+        data, scales = quantize_reference(random(144, 160, seed=-seed).to(device), (128, 128))
+        stored = data.view(torch.uint8)
+        data = (stored.mT.contiguous().mT if along_k else stored.contiguous()).view(data.dtype)
+        args = *left, (1, 128), data, scales, (128, 128), None, torch.float32
+        torch.testing.assert_close(scaled_mm_kernel(*args), scaled_mm_reference(*args), rtol=1e-3, atol=1e-2)
+    assert planned == ["tma"]
+    assert isinstance(_only_call(), TritonCall)
+
+
+@pytest.mark.parametrize("along_k", [True, False], ids=["column-major b", "row-major b"])
+def test_a_kept_product_by_tma_has_descriptors_of_the_tensors_of_each_call(
+    along_k: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _assert_kept_by_tma("cpu", along_k, targets.SM100, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("along_k", [True, False], ids=["column-major b", "row-major b"])
+def test_a_kept_product_by_tma_on_a_gpu(along_k: bool, hopper: targets.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned as for sm100, whose tiles of row-major operands Triton turns around for Hopper's instruction."""
+    _assert_kept_by_tma("cuda", along_k, targets.SM100, monkeypatch)
 
 
 def test_a_kept_call_holds_no_tensor() -> None:

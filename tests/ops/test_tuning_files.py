@@ -14,7 +14,7 @@ import torch
 from fp8fn.ops.cuda.gemm.cublaslt import LibraryLaunch
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.targets import SM90, SM100, Chip, Target, chip_of
+from fp8fn.ops.targets import SM89, SM90, SM100, Chip, Target, chip_of
 from fp8fn.ops.tuning import compare, table
 from fp8fn.ops.tuning.model import W, candidates, config_name, config_of, pairs, ranked
 from fp8fn.ops.tuning.problem import Problem
@@ -224,8 +224,13 @@ def test_what_cuda_does_not_take_goes_to_triton_with_the_reason(monkeypatch: pyt
     )
     elsewhere = dispatched(operands(problem).product(SM100))
     assert (elsewhere.name, elsewhere.reason) == (
-        "scaled_mm", "triton by default; not cuda: sm100 is not sm90; not triton_tma: sm100 is not sm90",
+        "scaled_mm_tma", "triton_tma by default; not cuda: sm100 is not sm90",
     )  # fmt: skip
+    elsewhere = dispatched(operands(problem).product(SM89))
+    assert (elsewhere.name, elsewhere.reason) == (
+        "scaled_mm",
+        "triton by default; not cuda: sm89 is not sm90; not triton_tma: sm89 is none of sm90, sm100, sm103, sm120",
+    )
     made = operands(problem)
     odd = made._replace(a=torch.empty_strided((256, 256), (257, 1), dtype=torch.float8_e4m3fn, device="meta"))
     assert dispatched(odd.product(SM90)).reason == (

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import GFX942, SM89, SM90, Target
+from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, SM120, Target
 from fp8fn.ops.triton import scaled_mm, scaled_mm_tma
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.scaled_mm_tma import TmaConfig
@@ -45,10 +45,20 @@ def test_tma_blocks(a_block: Block, b_block: Block) -> None:
     assert relative_error(operands.product("tma"), operands.expected()) < 1e-6
 
 
+@pytest.mark.parametrize(("a_block", "b_block"), PAIRS, ids=str)
+@pytest.mark.parametrize(("a_contiguous", "b_contiguous"), [("K", "N"), ("M", "N"), ("M", "K")])
+def test_tma_layouts(a_block: Block, b_block: Block, a_contiguous: str, b_contiguous: str) -> None:
+    """As on sm100, whose matrix instruction reads operands along either axis."""
+    operands = Operands(70, 130, 300, a_block, b_block, a_contiguous=a_contiguous, b_contiguous=b_contiguous)
+    assert relative_error(operands.product("tma", target=SM100), operands.expected()) < 1e-6
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        *scaled_mm_tma.candidates(4096, 4096, 4096),
+        *scaled_mm_tma.candidates(SM90, vectors=False),
+        *scaled_mm_tma.candidates(SM100, vectors=False),
+        *scaled_mm_tma.candidates(SM120, vectors=False),
         TmaConfig(PROMOTE=False),
         TmaConfig(BM=64, BN=256),
         TmaConfig(BM=256),
@@ -209,8 +219,15 @@ def test_what_tma_cannot_take_is_named() -> None:
         return scaled_mm_tma.accepts(Parts(**{**good, **changed}).product(target))
 
     assert reason() is None
-    assert reason(target=SM89) == "sm89 is not sm90"
-    assert reason(b=torch.empty_like(out, dtype=E4M3)) == "b.mT has stride 256 along its last axis, not 1"
+    assert reason(target=SM100) is None
+    assert reason(target=SM120) is None
+    assert reason(target=SM89) == "sm89 is none of sm90, sm100, sm103, sm120"
+    row_major = torch.empty_like(out, dtype=E4M3)
+    for target in (SM90, SM120):
+        assert reason(target, b=row_major) == "b.mT has stride 256 along its last axis, not 1"
+    assert reason(SM100, b=row_major) is None
+    assert reason(SM100, b=row_major, a=row_major.mT) is None
+    assert reason(SM100, b=row_major[:, ::2]) == "b.mT has stride 256 along its last axis, not 1"
     assert reason(a=a[:, 1:], b=b[1:]) == "a starts at an address that is no multiple of 16"
     assert reason(a=a[:, :250].contiguous(), b=b[:250]) == "a has a row stride of 250 bytes, no multiple of 16"
     assert reason(a=a[:64], out=out[:64]) == "M is 64, below 65"

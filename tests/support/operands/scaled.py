@@ -55,8 +55,9 @@ class Operands:
         operands = Parts(self.a, self.a_scale, self.a_block, self.b, self.b_scale, self.b_block, self.bias, out)
         product = operands.product(target)
         if kernel == "tma":
-            assert scaled_mm_tma._tma_fault(self.a) is None
-            assert scaled_mm_tma._tma_fault(self.b.mT) is None
+            for operand in (self.a, self.b):
+                faults = [scaled_mm_tma._tma_fault(x) for x in (operand, operand.mT)]
+                assert None in faults
             (launch,) = scaled_mm_tma.plan_scaled_mm_tma(product, config or SMALL_TMA)
         else:
             (launch,) = scaled_mm.plan_scaled_mm(product, config or SMALL)
