@@ -53,10 +53,13 @@ SOURCES: Final = ("x", "codes", "silu_mul", "rms_norm")
 STATISTICS: Final = tuple((block, "e8m0" if 32 in block else "fp32") for block in BLOCKS)
 
 
-def _product(place: Place, kind: str, target: Target, k: int = K) -> tuple[Operands, ScaledProduct]:
+def _product(
+    place: Place, kind: str, target: Target, k: int = K, *, turned: bool = False
+) -> tuple[Operands, ScaledProduct]:
+    """A product whose operands are contiguous along K, or with `turned` along M and N."""
     (a_block, b_block, scale), operands = PAIRS[kind], Operands(place)
-    a = operands.quantized("a", (M, k), a_block, column_major=False, scale=scale)
-    b = operands.quantized("b", (k, N), b_block, column_major=True, scale=scale)
+    a = operands.quantized("a", (M, k), a_block, column_major=turned, scale=scale)
+    b = operands.quantized("b", (k, N), b_block, column_major=not turned, scale=scale)
     bias, out = operands.input("bias", (N,), BF16), operands.output("out", (M, N), FP32)
     operands.expected = lambda: {"out": kernel_info.product(dequantized(a), dequantized(b), bias)}
     return operands, ScaledProduct(a=a, b=b, bias=bias, out=out, target=target)
@@ -73,6 +76,8 @@ def _scaled_mm_tma(place: Place, target: Target) -> Forms:
         operands, given = _product(place, kind, target)
         config = scaled_mm_tma.TmaConfig(BM=64, BN=64, GROUP=2)
         yield Form(kind, scaled_mm_tma.plan_scaled_mm_tma(given, config), operands)
+    operands, given = _product(place, "wgrad", target, turned=True)
+    yield Form("TN", scaled_mm_tma.plan_scaled_mm_tma(given, config), operands)
 
 
 def _mx(plan: Callable[..., Any], config: mx.MxConfig, place: Place, target: Target) -> Forms:
