@@ -8,13 +8,11 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command. Its module is imported only when the command runs, so that help stays fast.
 
     `interrupted` is printed after Ctrl-C: what is kept, and how to resume.
@@ -25,8 +23,7 @@ class Command:
     interrupted: str = "nothing more is written"
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A group of commands, one of which the next word names."""
 
     summary: str
