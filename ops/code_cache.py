@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import secrets
 import stat
 import tempfile
 from pathlib import Path
 from threading import Lock
 from typing import Final
-
-from platformdirs import user_cache_path
 
 VARIABLE: Final = "FP8FN_CACHE_DIR"
 _CHECKSUM_BYTES: Final = 32
@@ -30,6 +27,8 @@ def cache_dir() -> Path:
     named = os.environ.get(VARIABLE)
     try:
         if not named:
+            from platformdirs import user_cache_path
+
             return _absolute(user_cache_path("fp8fn", appauthor=False))
         return Path(named).expanduser()
     except RuntimeError:  # there is no home folder to expand
@@ -81,7 +80,7 @@ def replace_whole(path: Path, content: bytes) -> None:
     which many distributions set, would let a group write both.
     """
     path.parent.mkdir(0o755, parents=True, exist_ok=True)
-    temporary = path.with_name(f".fp8fn-{secrets.token_hex(8)}")
+    temporary = path.with_name(f".fp8fn-{os.urandom(8).hex()}")
     file = open(temporary, "xb", opener=_open_for_owner)  # noqa: SIM115 (what follows an open file has to be undone)
     try:
         with file:

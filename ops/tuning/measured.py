@@ -13,8 +13,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from filelock import FileLock
-
 from fp8fn.ops.code_cache import replace_whole, warn_once
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.kernel import forget as forget_choices
@@ -263,6 +261,8 @@ def _values(key: Key, row: Row) -> list[Any]:
 
 def add(table: Table) -> Table:
     """Puts rows into the user's table, before all else that is there by now, and returns it."""
+    from filelock import FileLock  # which imports asyncio
+
     path = user_path(table.form, table.chip)
     path.parent.mkdir(0o755, parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import dist, exp, log
-from statistics import fmean
+from math import dist, exp, fsum, log
 from typing import Final
 
 from fp8fn.ops.tuning.model import banded, candidates, config_name, config_of, microseconds
@@ -50,7 +49,7 @@ def corrected(problem: Problem, known: Iterable[Neighbour], cores: int) -> dict[
     ordered = sorted(
         ((_distance(problem, other.problem), other.corrections) for other in known), key=lambda item: item[0]
     )
-    others = [fmean(by.values()) for _, by in ordered]
+    others = [fsum(by.values()) / len(by) for _, by in ordered]
     of_all = _nearest([(away, mean) for (away, _), mean in zip(ordered, others, strict=True)])
     times = {}
     for tile in candidates(problem, cores):

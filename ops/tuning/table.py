@@ -16,8 +16,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
-from filelock import FileLock
-
 from fp8fn.ops.code_cache import cache_dir, replace_whole, warn_once
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES
@@ -290,6 +288,8 @@ def _rounded(us: float) -> float:
 
 def add(chip: Chip, entries: Mapping[Problem, Entry], origin: Mapping[str, str]) -> Table:
     """Puts entries into the user's table, before all else that is there by now, and returns it."""
+    from filelock import FileLock  # which imports asyncio
+
     path = user_path(chip)
     path.parent.mkdir(0o755, parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # the system's own: a process that dies leaves none behind
