@@ -7,10 +7,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import fp8fn.meta.gather_scaled_mm
-import fp8fn.meta.monitor  # noqa: F401  registers an op without results
-from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, sharding, vmap
-from fp8fn.meta.registry import Op, declare, register_shardings
+from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, gather_scaled_mm, monitor, vmap
+from fp8fn.meta.registry import OPS, Op, declare, register_shardings
 from fp8fn.ops import expert_mlp as expert_mlp_op
 from fp8fn.ops import (
     gemm,
@@ -34,7 +32,7 @@ _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is dif
 def _leaf(module: ModuleType, schema: str, derivative: Callable[..., Any]) -> Op:
     """Declares an op whose parts `module` holds under the op's name; `derivative` makes its Autograd kernel.
 
-    `vmap` and `sharding` hold its rules; an op without one for vmap is called once for each element of the batch.
+    `vmap` holds its rule; an op without one is called once for each element of the batch.
     """
     name = schema.partition("(")[0]
     reference, kernel = getattr(module, f"{name}_reference"), getattr(module, f"{name}_kernel")
@@ -46,7 +44,6 @@ def _leaf(module: ModuleType, schema: str, derivative: Callable[..., Any]) -> Op
             fake=getattr(module, f"{name}_fake"),
             autograd=derivative(reference, kernel),
             vmap=getattr(vmap, name, vmap.each(name)),
-            sharding=getattr(sharding, name),
         )
     )
 
@@ -76,13 +73,12 @@ MOE_GEMM = _constant(moe_gemm, moe_gemm.MOE_GEMM_SCHEMA)
 SCALED_GROUPED_MM = _constant(scaled_grouped_mm, scaled_grouped_mm.SCALED_GROUPED_MM_SCHEMA)
 MM_A16W8 = _leaf(mm_a16w8, mm_a16w8.MM_A16W8_SCHEMA, autograd.mm_a16w8)
 GROUPED_MM_A16W8 = _leaf(grouped_mm_a16w8, grouped_mm_a16w8.GROUPED_MM_A16W8_SCHEMA, autograd.grouped_mm_a16w8)
-GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm, sharding=sharding.COMPOSED))
+GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm))
 GROUPED_GEMM = declare(
     Op(
         schema=grouped_gemm.GROUPED_GEMM_SCHEMA,
         composite=autograd_grouped.grouped_gemm,
         vmap=vmap.each("grouped_gemm"),
-        sharding=sharding.COMPOSED,
     )
 )
 EXPERT_MLP = declare(
@@ -90,7 +86,6 @@ EXPERT_MLP = declare(
         schema=expert_mlp_op.EXPERT_MLP_SCHEMA,
         composite=autograd_expert_mlp.expert_mlp,
         vmap=vmap.each("expert_mlp"),
-        sharding=sharding.COMPOSED,
     )
 )
-register_shardings()
+register_shardings([*OPS, gather_scaled_mm.NAME, monitor.NAME])

@@ -9,8 +9,7 @@ from typing import Final
 
 import torch
 
-from fp8fn.meta import sharding
-from fp8fn.meta.registry import LIBRARY, SHARDINGS
+from fp8fn.meta.registry import LIBRARY, register_fake
 from fp8fn.ops.gather_scaled_mm import (
     GATHER_SCALED_MM_SCHEMA,
     gather_scaled_mm_fake,
@@ -23,5 +22,4 @@ NAME: Final = "gather_scaled_mm"
 LIBRARY.define(GATHER_SCALED_MM_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.impl(NAME, gather_scaled_mm_reference, "CPU")
 LIBRARY.impl(NAME, gather_scaled_mm_kernel, "CUDA")
-torch.library.register_fake(f"fp8fn::{NAME}", gather_scaled_mm_fake, lib=LIBRARY)
-SHARDINGS[NAME] = sharding.gather_scaled_mm
+register_fake(NAME, gather_scaled_mm_fake)

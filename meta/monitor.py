@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from fp8fn.meta import sharding
-from fp8fn.meta.registry import LIBRARY, SHARDINGS
+from fp8fn.meta.registry import LIBRARY, register_fake
 from fp8fn.ops.monitor import MONITOR_SCHEMA, monitor
+
+NAME: Final = "monitor"
 
 
 def _fake(*_: Any) -> None:
@@ -17,7 +18,6 @@ def _fake(*_: Any) -> None:
 
 LIBRARY.define(MONITOR_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("monitor", monitor, _key)
-torch.library.register_fake("fp8fn::monitor", _fake, lib=LIBRARY)
+    LIBRARY.impl(NAME, monitor, _key)
+register_fake(NAME, _fake)
 torch.fx.node.has_side_effect(torch.ops.fp8fn.monitor.default)
-SHARDINGS["monitor"] = sharding.monitor

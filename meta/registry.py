@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from fp8fn.meta import fake_cache
-from fp8fn.meta.sharding import Sharding
 from fp8fn.meta.when_imported import when_imported
 from fp8fn.ops.layout import without_guards
 
+if TYPE_CHECKING:
+    from fp8fn.meta.sharding import Sharding
+
 LIBRARY: Final = torch.library.Library("fp8fn", "DEF")
 OPS: Final[dict[str, Op]] = {}
-SHARDINGS: Final[dict[str, Sharding]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,7 @@ class Op:
 
     A leaf op has a `reference` (CPU), a `kernel` (CUDA and HIP), a `fake` and an `autograd` kernel, which
     takes the dispatch keys of the call before the op's arguments. A composite op is written with other ops
-    (`composite`): these provide the first three, and the autograd is part of `composite`. `sharding` is the rule for
-    DTensors.
+    (`composite`): these provide the first three, and the autograd is part of `composite`.
     """
 
     schema: str
@@ -37,7 +37,6 @@ class Op:
     autograd: Callable[..., Any] | None = None
     composite: Callable[..., Any] | None = None
     vmap: Callable[..., Any]
-    sharding: Sharding
 
     @property
     def name(self) -> str:
@@ -57,21 +56,44 @@ def declare(op: Op) -> Op:
         if implementation is not None:
             LIBRARY.impl(name, implementation, key, with_keyset=key == "Autograd")
     if op.fake is not None:
-        torch.library.register_fake(f"fp8fn::{name}", op.fake, lib=LIBRARY)
+        register_fake(name, op.fake)
         torch.library.register_torch_dispatch(f"fp8fn::{name}", FakeTensorMode, fake_cache.rule(), lib=LIBRARY)
         torch.library.register_torch_dispatch(f"fp8fn::{name}", ProxyTorchDispatchMode, _traced, lib=LIBRARY)
     torch.library.register_vmap(f"fp8fn::{name}", op.vmap, lib=LIBRARY)
-    OPS[name], SHARDINGS[name] = op, op.sharding
+    OPS[name] = op
     return op
 
 
-def register_shardings() -> None:
-    """Tells DTensor the rules of all ops, once it is imported: importing it takes a second and a half."""
+def register_fake(name: str, fake: Callable[..., Any]) -> None:
+    """Registers what an op does to fake tensors, as `torch.library.register_fake` does.
+
+    To name its caller in messages, that function looks for the file of each imported module: 6 ms, and more where the
+    disk is slow. The messages name `fake` instead.
+    """
+    source = f"{fake.__code__.co_filename}:{fake.__code__.co_firstlineno}"
+    try:
+        entry = torch._library.simple_registry.singleton.find(f"fp8fn::{name}")
+        handle = entry.fake_impl.register(fake, source, lib=LIBRARY)
+        LIBRARY._registration_handles.append(handle)
+    except (AttributeError, TypeError):  # these parts of PyTorch are not public
+        torch.library.register_fake(f"fp8fn::{name}", fake, lib=LIBRARY)
+
+
+def shardings(names: Iterable[str]) -> dict[str, Sharding]:
+    """The rules of ops for DTensors, by name."""
+    from fp8fn.meta import sharding
+
+    composite = {name for name, op in OPS.items() if op.composite is not None}
+    return {name: sharding.COMPOSED if name in composite else getattr(sharding, name) for name in names}
+
+
+def register_shardings(names: Iterable[str]) -> None:
+    """Tells DTensor the rules of ops, once it is imported: importing it takes a second and a half."""
 
     def register() -> None:
         from fp8fn.meta import torch_distributed
 
-        for name, sharding in SHARDINGS.items():
+        for name, sharding in shardings(names).items():
             torch_distributed.register(name, sharding)
 
     when_imported("torch.distributed.tensor", register)
