@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -24,7 +25,6 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import Target
-from fp8fn.ops.triton.launch import kept as triton_call
 
 Refusal: TypeAlias = str | None
 """Why not, or None."""
@@ -56,6 +56,28 @@ def _nothing(_: Any) -> None:
 
 def _itself(operands: Any) -> Any:
     return operands
+
+
+class deferred:
+    """Stands for a module of kernels, which is imported when one of its functions is first called.
+
+    `import fp8fn` registers every op, a process calls few of them, and an op few of its kernels. Each attribute is a
+    function that calls the module's own; a constant needs an import where it is read. Type checkers read an import:
+
+        if TYPE_CHECKING:
+            from fp8fn.ops.cuda.gemm import gemv_mx
+        else:
+            gemv_mx = deferred("fp8fn.ops.cuda.gemm.gemv_mx")
+    """
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __getattr__(self, function: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(import_module(self.module), function)(*args, **kwargs)
+
+        return call
 
 
 @dataclass(frozen=True)
@@ -238,7 +260,10 @@ class Dispatch:
             call: Any = call_of(launches, self.inputs, outputs)  # type: ignore[arg-type]
         else:
             call = launches[0].call() if len(launches) == 1 else None
-            call = call or triton_call(launches, dict(zip(self.inputs, tensors, strict=True)), outputs)
+            if call is None:
+                from fp8fn.ops.triton.launch import kept
+
+                call = kept(launches, dict(zip(self.inputs, tensors, strict=True)), outputs)
         if ranges.ENABLED:
             title = f"fp8fn::{self.op} {_shapes(operands)} {'; '.join(launch.describe() for launch in launches)}"
             return keep(key, ranges.Named(call or _Planned(self, choice, values), title))(*tensors)  # type: ignore[no-any-return]

@@ -7,24 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.activations import Activations, check_activations, quantized_product, why_16_bits
-from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.gemm.operands import as_batch, map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.kernel import Dispatch, Kernel, Named
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.scaled_mm import Parts, check_operand, empty_output
-from fp8fn.ops.tuning.weight import weight_problem
+
+if TYPE_CHECKING:
+    from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
+    from fp8fn.ops.tuning import weight
+else:
+    a16w8_tiles, gemv_a16w8 = deferred("fp8fn.ops.cuda.gemm.a16w8_tiles"), deferred("fp8fn.ops.cuda.gemm.gemv_a16w8")
+    mm_a16w8, splitk_a16w8 = deferred("fp8fn.ops.cuda.gemm.mm_a16w8"), deferred("fp8fn.ops.cuda.gemm.splitk_a16w8")
+    weight = deferred("fp8fn.ops.tuning.weight")
 
 MM_A16W8_SCHEMA: Final = (
     "mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor? bias=None, ScalarType? out_dtype=None, "
@@ -147,13 +153,15 @@ def _reference_by_rows(product: WeightProduct) -> tuple[Tensor]:
 
 def _untuned_splitk(product: WeightProduct) -> str | None:
     """Beyond its own, it serves more than 16 rows that `cuda_many` can't take."""
+    from fp8fn.ops.cuda.gemm.a16w8_tiles import MOST_ROWS
+
     reason = splitk_a16w8.untuned(product)
-    return reason if product.m <= a16w8_tiles.MOST_ROWS or mm_a16w8.accepts(product) is None else None
+    return reason if product.m <= MOST_ROWS or mm_a16w8.accepts(product) is None else None
 
 
 def _untuned_gemv(product: WeightProduct) -> str | None:
     """None where it was the faster one on an H200, or where `cuda_many` can't take the product."""
-    if mm_a16w8.accepts(product) is None and not mm_a16w8.is_slow(weight_problem(product)):
+    if mm_a16w8.accepts(product) is None and not mm_a16w8.is_slow(weight.weight_problem(product)):
         return f"M={product.m} is enough for larger tiles"
     return None
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.gemm import gemv_mx
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.hip import envelope
-from fp8fn.ops.hip.config import HipConfig
-from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import has_lines, span
@@ -21,7 +18,16 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing
 from fp8fn.ops.scaled_mm import Parts, check_operand
 from fp8fn.ops.targets import chip_of
-from fp8fn.ops.tuning.mx import MoeProblem, MxConfig
+
+if TYPE_CHECKING:
+    from fp8fn.ops.cuda.gemm import gemv_mx
+    from fp8fn.ops.hip import envelope
+    from fp8fn.ops.hip.config import HipConfig
+    from fp8fn.ops.tuning import mx
+    from fp8fn.ops.tuning.mx import MoeProblem, MxConfig
+else:
+    gemv_mx, envelope = deferred("fp8fn.ops.cuda.gemm.gemv_mx"), deferred("fp8fn.ops.hip.envelope")
+    mx = deferred("fp8fn.ops.tuning.mx")
 
 MOE_GEMM_SCHEMA: Final = (
     "moe_gemm(Tensor a, Tensor a_scale, int[2] a_block, Tensor w, Tensor w_scale, int[2] w_block,"
@@ -105,7 +111,7 @@ def output_shape(a: Tensor, w: Tensor, a_div: int) -> tuple[int, int]:
 def problem_of(product: RoutedProduct) -> MoeProblem:
     (a, a_scale, a_block), (w, w_scale, _), routing = product.a, product.w, product.routing
     operands = a, w, a_scale, w_scale
-    return MoeProblem(
+    return mx.MoeProblem(
         ids=product.ids, n=product.n, k=product.k, experts=product.experts, tiles=routing.tiles,
         block_m=routing.block_m, target=product.target, a_block=a_block, a_dtype=a.dtype, w_dtype=w.dtype,
         largest=max(*map(span, operands), product.out.itemsize * product.out.numel()),

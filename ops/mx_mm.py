@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import kernel, reference, targets
-from fp8fn.ops.cuda.gemm import gemv_mx, mx_tiles
 from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
-from fp8fn.ops.hip import envelope
-from fp8fn.ops.hip.config import HipConfig
-from fp8fn.ops.kernel import Choice, Dispatch, Kernel, Named, Tensors
+from fp8fn.ops.kernel import Choice, Dispatch, Kernel, Named, Tensors, deferred
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block, known_block
 from fp8fn.ops.operand import Quantized
@@ -23,8 +20,17 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
 from fp8fn.ops.targets import Target, chip_of
 from fp8fn.ops.triton.views import largest_offset
-from fp8fn.ops.tuning import mx_triton
-from fp8fn.ops.tuning.mx import MxConfig, Problem, Table, lookup, shipped
+
+if TYPE_CHECKING:
+    from fp8fn.ops.cuda.gemm import gemv_mx, mx_tiles
+    from fp8fn.ops.hip import envelope
+    from fp8fn.ops.hip.config import HipConfig
+    from fp8fn.ops.tuning import mx, mx_triton
+    from fp8fn.ops.tuning.mx import MxConfig, Problem, Table
+else:
+    gemv_mx, mx_tiles = deferred("fp8fn.ops.cuda.gemm.gemv_mx"), deferred("fp8fn.ops.cuda.gemm.mx_tiles")
+    envelope = deferred("fp8fn.ops.hip.envelope")
+    mx, mx_triton = deferred("fp8fn.ops.tuning.mx"), deferred("fp8fn.ops.tuning.mx_triton")
 
 MX_MM_SCHEMA: Final = (
     "mx_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, ScalarType? out_dtype=None, "
@@ -83,7 +89,7 @@ def named(problem: Problem, table: Table | None = None) -> Named | None:
 
         if (measured := mx_named(problem)) is not None:
             return measured
-    row = lookup(problem, shipped() if table is None else table)
+    row = mx.lookup(problem, mx.shipped() if table is None else table)
     if row is None:
         return None
     slower = {} if row.use_hip else dict.fromkeys(_HIP, f"{row.source} has use_hip=0")
@@ -100,7 +106,7 @@ def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor, constant: 
     k_lines = has_lines(a) and has_lines(b.mT)
     words = all(mx_tiles.has_words(lines) for lines in (scales[0], scales[1].mT)) if scales else True
     in_boxes = words and map_fault(a) is None and map_fault(b.mT) is None
-    return Problem(m, n, k, target, batch, a.dtype, b.dtype, largest, k_lines, in_boxes, constant)
+    return mx.Problem(m, n, k, target, batch, a.dtype, b.dtype, largest, k_lines, in_boxes, constant)
 
 
 def _problem(product: ScaledProduct) -> Problem:

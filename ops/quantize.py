@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
-from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
-from fp8fn.ops.cuda.quantize import quantize_rows as cuda_rows
-from fp8fn.ops.cuda.quantize import quantize_whole as cuda_whole
-from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
-from fp8fn.ops.kernel import Dispatch, Kernel, takes_all
+from fp8fn.ops.kernel import Dispatch, Kernel, deferred, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import (
     WHOLE,
@@ -40,6 +35,19 @@ from fp8fn.ops.layout import (
 )
 from fp8fn.ops.quantization import Quantization, empty_dual
 from fp8fn.ops.targets import Target
+
+if TYPE_CHECKING:
+    from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
+    from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
+    from fp8fn.ops.cuda.quantize import quantize_rows as cuda_rows
+    from fp8fn.ops.cuda.quantize import quantize_whole as cuda_whole
+    from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
+else:
+    cuda_blocks = deferred("fp8fn.ops.cuda.quantize.quantize")
+    cuda_columns = deferred("fp8fn.ops.cuda.quantize.quantize_columns")
+    cuda_rows = deferred("fp8fn.ops.cuda.quantize.quantize_rows")
+    cuda_whole = deferred("fp8fn.ops.cuda.quantize.quantize_whole")
+    cuda_stream = deferred("fp8fn.ops.cuda.quantize.stream_columns")
 
 QUANTIZE_SCHEMA: Final = (
     'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32", Tensor? amax=None, '

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
-from fp8fn.ops.cuda.quantize import rms_norm
-from fp8fn.ops.kernel import Dispatch, Kernel
+from fp8fn.ops.kernel import Dispatch, Kernel, deferred
 from fp8fn.ops.layout import Block, contracts_rows, empty_data, empty_scale
 from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization, empty_dual
 from fp8fn.ops.quantize import (
@@ -30,6 +28,12 @@ from fp8fn.ops.quantize import (
     quantize_kernel,
     unserved,
 )
+
+if TYPE_CHECKING:
+    from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
+    from fp8fn.ops.cuda.quantize import rms_norm
+else:
+    cuda_blocks, rms_norm = deferred("fp8fn.ops.cuda.quantize.quantize"), deferred("fp8fn.ops.cuda.quantize.rms_norm")
 
 _FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
 _DUAL_BLOCK: Final = "int[2]? dual_block=None"

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
-from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
-from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
-from fp8fn.ops.cuda.quantize import walk_columns as cuda_walk
 from fp8fn.ops.groups import ROWS, STEP, check_ends, check_offsets, empty_grouped
-from fp8fn.ops.kernel import Dispatch, Kernel, Named
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block, swap
 from fp8fn.ops.quantization import Quantization, empty_grouped_dual
@@ -26,6 +22,17 @@ from fp8fn.ops.quantize import (
     quantize_kernel,
     unserved,
 )
+
+if TYPE_CHECKING:
+    from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
+    from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
+    from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
+    from fp8fn.ops.cuda.quantize import walk_columns as cuda_walk
+else:
+    cuda_blocks = deferred("fp8fn.ops.cuda.quantize.quantize")
+    cuda_columns = deferred("fp8fn.ops.cuda.quantize.quantize_columns")
+    cuda_stream = deferred("fp8fn.ops.cuda.quantize.stream_columns")
+    cuda_walk = deferred("fp8fn.ops.cuda.quantize.walk_columns")
 
 QUANTIZE_GROUPED_SCHEMA: Final = (
     "quantize_grouped(Tensor x, Tensor offsets, int[2] block=[128, 1], ScalarType? dtype=None,"

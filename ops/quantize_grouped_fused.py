@@ -9,15 +9,14 @@ have an error under 1e-5 of their terms.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
 from fp8fn.ops.groups import check_ends, empty_grouped
-from fp8fn.ops.kernel import Dispatch, Kernel
+from fp8fn.ops.kernel import Dispatch, Kernel, deferred
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantization import SILU_MUL, SILU_MUL_GRAD, Quantization, empty_grouped_dual
 from fp8fn.ops.quantize import checked_dual_block, unserved
@@ -29,6 +28,11 @@ from fp8fn.ops.quantize_grouped import (
     quantize_grouped_dual_kernel,
     quantize_grouped_kernel,
 )
+
+if TYPE_CHECKING:
+    from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
+else:
+    cuda_blocks = deferred("fp8fn.ops.cuda.quantize.quantize")
 
 _TYPES: Final = 'ScalarType? dtype=None, str scale="fp32"'
 _FORMAT: Final = f"Tensor offsets, int[2] block=[1, 128], {_TYPES}"

@@ -16,15 +16,14 @@ On a GPU each op is one launch, in which the terms of a value have relative erro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import silu_mul as cuda_silu_mul
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES
-from fp8fn.ops.kernel import Dispatch, Kernel
+from fp8fn.ops.kernel import Dispatch, Kernel, deferred
 from fp8fn.ops.layout import Block, contracts_rows, is_square, scale_shape, turned
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantization import SILU_MUL, Quantization, empty_dual
@@ -39,6 +38,11 @@ from fp8fn.ops.quantize import (
 from fp8fn.ops.quantize_fused import check_silu_mul, quantize_silu_mul_kernel
 from fp8fn.ops.silu_mul import SAVED_BLOCK, SavedSiluMul, SiluMulBackward, empty_backward
 from fp8fn.ops.targets import Target
+
+if TYPE_CHECKING:
+    from fp8fn.ops.cuda.quantize import silu_mul as cuda_silu_mul
+else:
+    cuda_silu_mul = deferred("fp8fn.ops.cuda.quantize.silu_mul")
 
 _FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
 _SAVED: Final = "quantize_silu_mul_saved"

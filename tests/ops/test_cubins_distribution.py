@@ -26,13 +26,14 @@ from fp8fn import cli
 from fp8fn.bench.llm84 import SHAPES
 from fp8fn.cli import cubins
 from fp8fn.meta import bypass
-from fp8fn.ops import kernel, quantize, quantize_fused, quantize_silu_mul, scaled_mm, targets
+from fp8fn.ops import quantize, quantize_fused, quantize_silu_mul, scaled_mm, targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.runtime import call_cache, nvrtc, packaged
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.recipe import PRESETS
 from fp8fn.ops.targets import Chip
+from fp8fn.ops.triton import launch as triton_launch
 from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.table import Entry
 from support.check_cubins import LARGEST, faults
@@ -83,7 +84,7 @@ def on_hopper(chip: Chip, *, library: bool = True) -> Iterator[dict[CudaKernel, 
         patch.setattr(table, "chip_of", lambda *_: chip)
         patch.setattr(nvrtc, "unavailable", lambda: None)
         patch.setattr(call_cache, "start", lambda launch, addresses: None)
-        patch.setattr(kernel, "triton_call", lambda launches, tensors, outputs: lambda *_: outputs.results)
+        patch.setattr(triton_launch, "kept", lambda launches, tensors, outputs: lambda *_: outputs.results)
         patch.setattr(bypass, "shortest", lambda dispatched, direct, *_, **__: dispatched)
         for name in ("quantize", "quantize_dual", "scaled_mm"):
             patch.setattr(torch.ops.fp8fn, name, OPS[name])

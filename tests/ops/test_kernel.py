@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,9 +18,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from fp8fn import ops
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
-from fp8fn.ops.kernel import Choice, Dispatch, Kernel, Named, Tensors, Values, choose
+from fp8fn.ops.kernel import Choice, Dispatch, Kernel, Named, Tensors, Values, choose, deferred
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.targets import CPU, Target
 
@@ -277,3 +283,42 @@ def test_settled_operands_take_the_place_of_the_given() -> None:
     for _ in range(2):
         assert op((torch.ones(3, 4).mT, None), ())[0].tolist() == [12.0] * 2
     assert strides == [(3, 1)]
+
+
+DEFERRED = [
+    (module, name, value.module)
+    for module in (import_module(f"fp8fn.ops.{info.name}") for info in pkgutil.iter_modules(ops.__path__))
+    for name, value in vars(module).items()
+    if isinstance(value, deferred)
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "stands_for"), [pytest.param(*each, id=f"{each[0].__name__}-{each[1]}") for each in DEFERRED]
+)
+def test_a_deferred_module_is_the_one_that_type_checkers_read_and_only_called(
+    module: ModuleType, name: str, stands_for: str
+) -> None:
+    tree = ast.parse(inspect.getsource(module))
+    imported = {
+        each.asname or each.name: f"{node.module}.{each.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+    }
+    assert imported[name] == stands_for
+    read = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
+    }
+    assert read
+    assert [attribute for attribute in read if not callable(getattr(import_module(stands_for), attribute))] == []
+
+
+def test_a_deferred_function_is_the_module_s_own() -> None:
+    assert len(DEFERRED) >= 20
+    assert deferred("fp8fn.ops.layout").swap((1, 128)) == (128, 1)
+    assert deferred("fp8fn.ops.kernel").choose(3, kernels=KERNELS).name == "cuda_small"
+    with pytest.raises(AttributeError, match="nothing"):
+        deferred("fp8fn.ops.layout").nothing()
