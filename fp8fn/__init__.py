@@ -15,16 +15,10 @@ if needs_torch():  # False where the command line prints only its help or versio
             "fp8fn/meta, fp8fn/ops and fp8fn/lowering are symbolic links to folders, and files in this checkout: clone"
             " it with git clone -c core.symlinks=true (under Windows in developer mode), or install the wheel"
         ) from None
-    from fp8fn.checkpoint import load_blockwise
-    from fp8fn.checkpoint.format import CheckpointLayout
     from fp8fn.grouped import expert_mlp, grouped_gemm
     from fp8fn.grouped_quantization import quantize_grouped, quantize_grouped_dual
     from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
-    from fp8fn.lowering.explain import explain
-    from fp8fn.lowering.monitor import read_monitor, write_monitor
-    from fp8fn.lowering.operand_statistics import Statistics
     from fp8fn.matmul import gemm, linear
-    from fp8fn.moe import moe_gemm, sort_tokens
     from fp8fn.ops.recipe import (
         BLOCKWISE,
         BLOCKWISE_POW2,
@@ -44,23 +38,58 @@ if needs_torch():  # False where the command line prints only its help or versio
         quantize_silu_mul,
         quantize_silu_mul_dual,
     )
-    from fp8fn.quantization_error import error
     from fp8fn.scaled_tensor import ScaledTensor
-    from fp8fn.site import Site
-    from fp8fn.transform import fp8
-    from fp8fn.weights import FP8Weight, load_weights, quantize_weights, save_weights
+    from fp8fn.weights import FP8Weight
+
+# The modules of the names that no product needs. Each is imported when one of its names is first used: together they
+# double the time that `import fp8fn` takes. Type checkers read the imports below.
+_LATER = {
+    "CheckpointLayout": "fp8fn.checkpoint.format",
+    "Site": "fp8fn.site",
+    "Statistics": "fp8fn.lowering.operand_statistics",
+    "error": "fp8fn.quantization_error",
+    "explain": "fp8fn.lowering.explain",
+    "fp8": "fp8fn.transform",
+    "load_blockwise": "fp8fn.checkpoint.load",
+    "load_weights": "fp8fn.weights.load",
+    "moe_gemm": "fp8fn.moe",
+    "quantize_weights": "fp8fn.weights.quantize",
+    "read_monitor": "fp8fn.lowering.monitor",
+    "save_weights": "fp8fn.weights.save",
+    "sort_tokens": "fp8fn.moe",
+    "write_monitor": "fp8fn.lowering.monitor",
+}
+_MODULES_LATER = ("checkpoint", "distributed", "lowering", "plot")
 
 if TYPE_CHECKING:
     from fp8fn import distributed, plot
+    from fp8fn.checkpoint.format import CheckpointLayout
+    from fp8fn.checkpoint.load import load_blockwise
+    from fp8fn.lowering.explain import explain
+    from fp8fn.lowering.monitor import read_monitor, write_monitor
+    from fp8fn.lowering.operand_statistics import Statistics
+    from fp8fn.moe import moe_gemm, sort_tokens
+    from fp8fn.quantization_error import error
+    from fp8fn.site import Site
+    from fp8fn.transform import fp8
+    from fp8fn.weights.load import load_weights
+    from fp8fn.weights.quantize import quantize_weights
+    from fp8fn.weights.save import save_weights
 else:
 
     def __getattr__(name):
-        """Imports `fp8fn.distributed` and `fp8fn.plot` when they are first used."""
-        if name in ("distributed", "plot"):
-            from importlib import import_module
+        """Imports a name of `_LATER`, or a module of `_MODULES_LATER`, when it is first used."""
+        from importlib import import_module
 
+        if name in _MODULES_LATER:
             return import_module(f"fp8fn.{name}")
-        raise AttributeError(f"module 'fp8fn' has no attribute {name!r}")
+        if name not in _LATER:
+            raise AttributeError(f"module 'fp8fn' has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_LATER[name]), name)
+        return found
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
 
 
 __all__ = [

@@ -2,7 +2,8 @@
 
 The subclass works by `__torch_dispatch__` alone. Autograd, autocast, functorch and AOTAutograd run above it and call
 `mm`, `bmm`, `addmm` and views, so the derivatives in the activations are those of `mm`, to any order. `OPERATIONS` maps
-an ATen op to its form for FP8 weights; the modules beside this one fill it. Any other op dequantizes the weight.
+an ATen op to its form for FP8 weights; the modules beside this one fill it, before the first op of a weight. Any other
+op dequantizes the weight.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fp8fn.weights.form import Form, block_by_dimension, bytes_of
 F = TypeVar("F", bound=Callable[..., Any])
 
 OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {}
+_fills: Final[list[Callable[[], None]]] = []
 _PARTS: Final = ["_data", "_scale"]
 _OWN_ATTRIBUTES: Final = frozenset({*_PARTS, "_form", "_is_param"})
 _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
@@ -51,6 +53,10 @@ def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwar
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _fills:
+        for fill in tuple(_fills):
+            fill()
+        _fills.clear()  # when all is filled: another thread may be here
     operation = OPERATIONS.get(func) or OPERATIONS.get(func.name())
     if operation is None:
         return _without_form(func, args, kwargs)
@@ -263,6 +269,11 @@ def weight_of(data: Tensor, scale: Tensor, form: Form) -> FP8Weight:
     made = Tensor._make_wrapper_subclass(FP8Weight, size, strides=stride, dtype=form.dtype, device=data.device)
     made._data, made._scale, made._form = data, scale, form
     return made
+
+
+def fill_before_first_op(fill: Callable[[], None]) -> None:
+    """Calls `fill()`, which imports modules that have forms of ops, when a weight first needs one."""
+    _fills.append(fill)
 
 
 def implements(*ops: Any) -> Callable[[F], F]:

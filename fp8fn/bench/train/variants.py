@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fp8fn.ops.recipe import PRESETS, Recipe, read_field
-from fp8fn.weights import quantize_weights
+from fp8fn.weights.quantize import quantize_weights
 
 BF16: Final = "bf16"
 # The options of `backend="fp8fn"` beside the recipe, which `lowering.backend` names too.
