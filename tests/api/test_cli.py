@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import json
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
+import fp8fn
 from fp8fn import cli
 from fp8fn.cli import environment, options
 from fp8fn.cli import help as help_texts
@@ -261,10 +265,92 @@ def test_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
     assert "apt install g++" in message
 
 
+@functools.cache
+def imported_after_torch(statement: str) -> tuple[str, ...]:
+    """The modules that a statement imports in a new process that has imported torch."""
+    code = f"import sys, torch; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return tuple(process.stdout.split())
+
+
 def test_importing_fp8fn_brings_no_compiler() -> None:
     """SymPy, Inductor and Triton take 0.3 s and more to import: the first call that needs them imports them."""
-    code = "import sys, torch; before = set(sys.modules); import fp8fn; print(*sorted(set(sys.modules) - before))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = imported_after_torch("import fp8fn")
     roots = {name.partition(".")[0] for name in loaded}
     assert not roots & {"sympy", "triton", "transformers", "torchao", "matplotlib"}
     assert not [name for name in loaded if name.startswith(("torch._inductor", "torch._dynamo"))]
+
+
+def test_importing_fp8fn_imports_what_every_product_needs_and_no_more() -> None:
+    """Each module takes 0.5 ms, and three times that where Python keeps no compiled files: few may be added."""
+    loaded = imported_after_torch("import fp8fn")
+    own = [name for name in loaded if name.partition(".")[0] == "fp8fn"]
+    assert len(own) <= 96, own
+    assert not [name for name in own if name.startswith(("fp8fn.lowering", "fp8fn.checkpoint", "fp8fn.distributed"))]
+    assert not [name for name in own if name.startswith("fp8fn.ops.cuda.quantize")]
+    others = sorted(set(loaded) - set(own))  # a release of PyTorch may import less than another
+    assert len(others) <= 4, others
+    assert not {name.partition(".")[0] for name in others} & {"asyncio", "filelock", "platformdirs", "statistics"}
+
+
+def test_a_name_is_imported_when_it_is_first_used() -> None:
+    loaded = imported_after_torch("from fp8fn import explain")
+    assert "fp8fn.lowering.explain" in loaded
+    assert "fp8fn.weights.load" not in loaded
+
+
+def test_every_public_name_is_there_before_it_is_used() -> None:
+    """In a new process, since other tests have used the names: `dir`, `import *`, `from fp8fn import`, and errors."""
+    code = """
+        import sys, fp8fn
+        assert set(fp8fn.__all__) <= set(dir(fp8fn))
+        assert "fp8fn.lowering.explain" not in sys.modules
+        names = {}
+        exec("from fp8fn import *", names)
+        assert set(fp8fn.__all__) <= names.keys()
+        for name in fp8fn.__all__:
+            assert names[name] is getattr(fp8fn, name), name
+        assert fp8fn.lowering.explain.explain is fp8fn.explain
+        assert not hasattr(fp8fn, "nothing")
+        try:
+            from fp8fn import nothing
+        except ImportError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "cannot import name 'nothing' from 'fp8fn'" in process.stdout
+
+
+def test_type_checkers_read_the_imports_that_are_made_later() -> None:
+    tree = ast.parse(Path(fp8fn.__file__).read_text(encoding="utf-8"))
+    for_types = next(
+        node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    read = {
+        each.name: node.module
+        for node in for_types.body
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+        if each.name not in fp8fn._MODULES_LATER
+    }
+    assert read == fp8fn._LATER
+    folder = Path(fp8fn.__file__).parent
+    submodules = {path.stem for path in folder.iterdir() if path.suffix in ("", ".py")}
+    assert not submodules & fp8fn._LATER.keys()  # importing the submodule would replace the name
+
+
+def test_torch_load_knows_the_classes_of_a_state_dict(tmp_path: Path) -> None:
+    """`weights_only` takes them in a process that has only imported fp8fn."""
+    scaled = fp8fn.quantize(torch.randn(128, 256), (128, 128))
+    torch.save({"scaled": scaled, "weight": fp8fn.FP8Weight(scaled)}, tmp_path / "state.pt")
+    code = """
+        import sys, torch, fp8fn
+        state = torch.load(sys.argv[1], weights_only=True)
+        print(type(state["scaled"]).__name__, type(state["weight"]).__name__, tuple((state["weight"].mT).shape))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "state.pt")]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split(maxsplit=2) == ["ScaledTensor", "FP8Weight", "(256, 128)\n"]
