@@ -33,7 +33,11 @@ def amax(x: Tensor, block: Block) -> Tensor:
     """`x (..., M, N)` → the largest magnitude of each block `(..., ceil(M / r), ceil(N / c))`, NaN above all others."""
     if x.numel() == 0:
         return x.new_zeros(scale_shape(x.shape, block), dtype=torch.float32)
-    return split(x.float(), block).abs().amax((-3, -1))
+    return _largest(split(x.float(), block))
+
+
+def _largest(tiles: Tensor) -> Tensor:
+    return tiles.abs().amax((-3, -1))
 
 
 def quantize(
@@ -46,10 +50,10 @@ def quantize(
     of a square block's data, by default that of `x`.
     """
     data, scales = empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major)
-    block_scale = _scale_of(amax(x, block) if given is None else given.float().abs(), dtype, scale)
     if x.numel() == 0:
-        return data, scales.copy_(block_scale)
+        return data, scales.copy_(_scale_of(amax(x, block) if given is None else given.float().abs(), dtype, scale))
     tiles = split(x.float(), block)
+    block_scale = _scale_of(_largest(tiles) if given is None else given.float().abs(), dtype, scale)
     inverse = (1.0 / block_scale)[..., :, None, :, None]
     largest = fp8_max(dtype)
     values = merge((tiles * inverse).clamp_(-largest, largest), x.shape[-2], x.shape[-1]).to(dtype)
