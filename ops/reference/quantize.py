@@ -20,6 +20,7 @@ from fp8fn.ops.layout import (
     WHOLE,
     Block,
     contracts_rows,
+    data_is_column_major,
     empty_data,
     empty_scale,
     extent,
@@ -49,12 +50,14 @@ def quantize(
     `given` are the blocks' largest magnitudes, or larger ones; their signs have no effect. `column_major` is the layout
     of a square block's data, by default that of `x`.
     """
+    if column_major is None:
+        column_major = data_is_column_major(x, block)
     data, scales = empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major)
     if x.numel() == 0:
         return data, scales.copy_(_scale_of(amax(x, block) if given is None else given.float().abs(), dtype, scale))
     tiles = split(x.float(), block)
     block_scale = _scale_of(_largest(tiles) if given is None else given.float().abs(), dtype, scale)
-    inverse = (1.0 / block_scale)[..., :, None, :, None]
+    inverse = block_scale.reciprocal()[..., :, None, :, None]
     largest = fp8_max(dtype)
     values = merge((tiles * inverse).clamp_(-largest, largest), x.shape[-2], x.shape[-1]).to(dtype)
     # As bytes: PyTorch's CPU copy that casts and transposes at once is twice as slow as one after the other.
