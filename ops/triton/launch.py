@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.runtime.call_cache import Geometry, Outputs, empty, geometry
+from fp8fn.ops.cuda.runtime.call_cache import Geometry, Outputs, allocated, geometry
 from fp8fn.ops.launch import Launch, Resources, cubin_resources
 from fp8fn.ops.targets import Target
 
@@ -207,7 +207,7 @@ class TritonCall:
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         device = next(x.device for x in inputs if x is not None)
-        made = [empty(*geometry, device=device) for geometry in self.made]
+        made = allocated(self.made, device)
         tensors = (*inputs, *made)
         for step in self.steps:
             step.start(tensors, device)

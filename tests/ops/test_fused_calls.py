@@ -47,8 +47,8 @@ def known(*tensors: Tensor) -> tuple[Tensor, ...]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "_kept", type(call_cache._kept)())
     monkeypatch.setattr(call_cache, "start", lambda launch, addresses: launch.launch(addresses))
-    empty = call_cache.empty
-    monkeypatch.setattr(call_cache, "empty", lambda *args, **kwargs: known(empty(*args, **kwargs))[0])
+    allocated = call_cache.allocated
+    monkeypatch.setattr(call_cache, "allocated", lambda made, device: list(known(*allocated(made, device))))
     _at.clear()
 
 

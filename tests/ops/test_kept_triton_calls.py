@@ -30,7 +30,7 @@ from fp8fn.ops.quantize_grouped import (
     quantize_grouped_reference,
 )
 from fp8fn.ops.scaled_mm import scaled_mm_kernel, scaled_mm_reference
-from fp8fn.ops.triton import scaled_mm_tma
+from fp8fn.ops.triton import launch, scaled_mm_tma
 from fp8fn.ops.triton.launch import TritonCall, TritonLaunch
 from support.accuracy import assert_same_bits, snr
 from support.operands.values import random
@@ -106,8 +106,8 @@ def test_a_kept_quantizer_reads_the_tensors_of_each_call(
 )
 def test_two_calls_of_a_sample_read_the_tensors_of_each(name: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that a call allocates holds NaN, or as many ones, before its launches."""
-    plain = call_cache.empty
-    monkeypatch.setattr(call_cache, "empty", lambda *args, **kwargs: _poisoned(plain(*args, **kwargs)))
+    plain = call_cache.allocated
+    monkeypatch.setattr(launch, "allocated", lambda made, device: [_poisoned(x) for x in plain(made, device)])
     for seed in (1, 2, 3):
         _assert_right(name, label, seed)
     if label == "plain":
@@ -115,7 +115,7 @@ def test_two_calls_of_a_sample_read_the_tensors_of_each(name: str, label: str, m
 
 
 def _poisoned(x: Tensor) -> Tensor:
-    x.view(torch.uint8).fill_(0xFF)
+    torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).fill_(0xFF)  # type: ignore[call-overload]
     return x
 
 

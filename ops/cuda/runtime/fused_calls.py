@@ -55,8 +55,7 @@ class Program:
             return self._run(inputs)
 
     def _run(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        empty, device = call_cache.empty, self.device
-        made = [empty(*geometry, device) for geometry in self.made]
+        made = call_cache.allocated(self.made, self.device)
         addresses = [x.data_ptr() for x in (*inputs, *made)]
         if self.offsets:
             base = addresses.pop()  # of the shared allocation, which is the last

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -154,8 +154,9 @@ class Prepared:
         self._shape = (*launch.grid, launch.threads, 1, 1, launch.shared)
         self._extent = launch.grid, launch.threads, launch.shared
         self.overlaps = launch.overlaps
-        self._config = driver.overlapping(*self._extent) if launch.overlaps else None
         self.settles = launch.settles
+        self._stream: int | None = None
+        self._start: Callable[[], int]
 
     def _pack(self, args: Mapping[str, Argument]) -> None:
         sizes = [_size(arg) for arg in args.values()]
@@ -193,20 +194,14 @@ class Prepared:
             if addresses != self._last:
                 self._place(addresses)
             self._counters.refresh(stream, self.index)
-            status = self._start(stream)
+            if stream != self._stream:
+                self._start, self._stream = self.start_of(self._parameters, stream), stream
+            status = self._start()
             if status == driver.INVALID_CONTEXT:  # this thread's first call of CUDA
                 driver.make_context_current(self.index)
-                status = self._start(stream)
+                status = self._start()
         if status:
             driver.check(status, "launch")
-
-    def _start(self, stream: int) -> int:
-        cuda = driver.library()
-        if self._config is None:
-            launch = (self._function, *self._shape, ctypes.c_void_p(stream), self._parameters, None)
-            return int(cuda.cuLaunchKernel(*launch))
-        self._config.stream = stream
-        return int(cuda.cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._parameters, None))
 
     def _place(self, addresses: list[int]) -> None:
         """Puts the addresses into the parameters."""
@@ -243,15 +238,14 @@ class Prepared:
         parameters[self._counted] = ctypes.addressof(place)
         return [place]
 
-    def start_of(self, parameters: Parameters, stream: int) -> tuple[Any, ...]:
-        """The driver's function that starts the kernel on a stream, and its arguments."""
+    def start_of(self, parameters: ctypes.Array[ctypes.c_void_p], stream: int) -> Callable[[], int]:
+        """What starts the kernel on a stream and returns the driver's status."""
         cuda = driver.library()
         if not self.overlaps:
-            launch = (self._function, *self._shape, ctypes.c_void_p(stream), parameters.pointers, None)
-            return cuda.cuLaunchKernel, *launch
+            return partial(cuda.cuLaunchKernel, self._function, *self._shape, ctypes.c_void_p(stream), parameters, None)
         config = driver.overlapping(*self._extent)
         config.stream = stream
-        return cuda.cuLaunchKernelEx, ctypes.byref(config), self._function, parameters.pointers, None
+        return partial(cuda.cuLaunchKernelEx, ctypes.byref(config), self._function, parameters, None)
 
 
 class Parameters(NamedTuple):
@@ -296,7 +290,7 @@ class LaunchSequence:
         self._counters = Kept([place for _, parameters in self._kernels for place in parameters.counters])
         self._last = [-1] * count
         self._stream: int | None = None
-        self._starts: list[tuple[Any, ...]] = []
+        self._starts: list[Callable[[], int]] = []
 
     def start(self, addresses: list[int]) -> None:
         """Start the kernels on the current stream of the current device, which is the one they were prepared on."""
@@ -306,14 +300,14 @@ class LaunchSequence:
                 self._place(addresses)
             self._counters.refresh(stream, self._index)
             if stream != self._stream:
-                self._starts = [kernel.start_of(parameters, stream) for kernel, parameters in self._kernels]
+                self._starts = [kernel.start_of(parameters.pointers, stream) for kernel, parameters in self._kernels]
                 self._stream = stream
-            for function, *arguments in self._starts:
-                status = function(*arguments)
+            for start in self._starts:
+                status = start()
                 if status:
                     if status == driver.INVALID_CONTEXT:  # this thread's first call of CUDA
                         driver.make_context_current(self._index)
-                        status = function(*arguments)
+                        status = start()
                     driver.check(status, "launch")
 
     def _place(self, addresses: list[int]) -> None:
