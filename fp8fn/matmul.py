@@ -172,9 +172,9 @@ def _scaled_product(
     mx = not invariant and is_mx(a.scale, a.block, b.scale, b.block)
     op: Callable[..., Tensor] = torch.ops.fp8fn.mx_mm if mx else torch.ops.fp8fn.scaled_mm
     kernel: Callable[..., Tensor] = mx_mm_kernel if mx else scaled_mm_kernel
-    args = (a.data, a.scale, b.data, b.scale) if mx else (*_parts(a), *_parts(b))
+    args = (a.data, a.scale, b.data, b.scale) if mx else (a.data, a.scale, a.block, b.data, b.scale, b.block)
     rest = (bias, out_dtype, True) if invariant or (mx and constant) else (bias, out_dtype)
-    if a.ndim <= 3 and b.ndim <= 3:
+    if a.data.ndim <= 3 and b.data.ndim <= 3:
         return shortest(op, kernel, a.data, a.scale, b.data, b.scale, bias)(*args, *rest)
     lead = broadcast_batch("gemm", a.data, b.data)
     flat = [part.expand(*lead, *part.shape[-2:]).flatten(0, -3) if isinstance(part, Tensor) else part for part in args]
@@ -193,7 +193,7 @@ def _weight_only_product(
     if x.ndim == 1:
         return _weight_only_product(x[None], w, bias, out_dtype, options, prequant=prequant).squeeze(-2)
     op: Callable[..., Tensor] = _prequantized_product if prequant else torch.ops.fp8fn.mm_a16w8
-    data, scale, block = _parts(w)
+    data, scale, block = w.data, w.scale, w.block
     rest = (bias, out_dtype) if prequant else (bias, out_dtype, *options)
     if w.ndim == 2 and x.ndim > 3:
         return torch.unflatten(op(x.flatten(0, -3), data, scale, block, *rest), 0, x.shape[:-2])
@@ -256,7 +256,3 @@ def _prequantized_product(
     sums = quantized_by_weight(x, w, w_scale, *block, None, torch.float32)
     sums = sums if w.ndim == 3 else sums.reshape(shape)
     return (sums + (bias.unsqueeze(1) if bias.ndim == 2 else bias).float()).to(dtype)
-
-
-def _parts(q: ScaledTensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    return q.data, q.scale, q.block

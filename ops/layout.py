@@ -114,7 +114,8 @@ def blocks_along(size: int, block: int) -> int:
 
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """The shape of the scales of data of `shape`."""
-    return (*shape[:-2], blocks_along(shape[-2], block[0]), blocks_along(shape[-1], block[1]))
+    *lead, rows, columns = shape
+    return (*lead, blocks_along(rows, block[0]), blocks_along(columns, block[1]))
 
 
 def is_column_major(x: Tensor) -> bool:

@@ -65,8 +65,9 @@ def check_mx_mm(
 
 def is_mx(a_scale: Tensor, a_block: Block, b_scale: Tensor, b_block: Block) -> bool:
     """Whether `mx_mm` multiplies operands in these formats."""
-    blocks = known_block(a_block), known_block(b_block)
-    return blocks == (A_BLOCK, B_BLOCK) and a_scale.dtype == E8M0 and b_scale.dtype == E8M0
+    if a_scale.dtype != E8M0 or b_scale.dtype != E8M0:
+        return False
+    return (known_block(a_block), known_block(b_block)) == (A_BLOCK, B_BLOCK)
 
 
 def choose(

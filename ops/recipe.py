@@ -221,6 +221,8 @@ def check_fast(name: str, a_block: Sequence[int], b_block: Sequence[int], batch_
 
 def is_batch_invariant(recipe: Recipe | str) -> bool:
     """`batch_invariant` of a recipe or of its key, which Dynamo can trace."""
+    if isinstance(recipe, Recipe):
+        return recipe.batch_invariant
     return "batch_invariant=True" in recipe_key(recipe)
 
 

@@ -87,7 +87,7 @@ def check_operand(name: str, data: Tensor, scale: Tensor, block: Sequence[int]) 
     if data.ndim < 2:
         raise ValueError(f"{name}: data has shape {tuple(data.shape)}; it needs at least two dimensions")
     expected = scale_shape(data.shape, pair)
-    if tuple(scale.shape) != expected:
+    if scale.shape != expected:
         found = tuple(scale.shape)
         raise ValueError(
             f"{name}: scale has shape {found}; data {tuple(data.shape)} in blocks of {pair} needs {expected}"
