@@ -156,7 +156,9 @@ def test_a_program_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    monkeypatch.setattr(call_cache, "empty", lambda shape, strides, dtype, device: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(
+        call_cache, "allocated", lambda made, device: [torch.empty(shape, dtype=dtype) for shape, _, dtype in made]
+    )
     for index in (1, 2):
         device = torch.device("cuda", index)
         program = Program(lambda addresses: events.append(len(addresses)), device, (((4,), (1,), BF16),), (), (0, None))
