@@ -155,7 +155,7 @@ def watched() -> Iterator[None]:
         start(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call_cache, "empty", marked)
+        patch.setattr(call_cache, "allocated", lambda kinds, device: [marked(*each, device) for each in kinds])
         patch.setattr(call_cache, "start", counted)
         yield
     assert started
