@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import dist, exp, fsum, log
 from typing import Final
 
@@ -30,18 +31,17 @@ _REACH: Final = log(16)
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A problem that was measured, and the logarithm of the measured time over the model's by configuration."""
+    """A problem that was measured on a chip of `cores`, and its `times` in µs by configuration."""
 
     problem: Problem
-    corrections: Mapping[str, float]
+    times: Mapping[str, float]
+    cores: int
 
-
-def neighbour(problem: Problem, times: Mapping[str, float], cores: int) -> Neighbour:
-    """The neighbour that a problem with measured `times` in µs, by configuration, is to others."""
-    return Neighbour(
-        problem,
-        {name: log(us / microseconds(problem, config_of(name), cores)) for name, us in times.items()},
-    )
+    @cached_property
+    def corrections(self) -> Mapping[str, float]:
+        """The logarithm of the measured time over the model's by configuration; most problems are never near one."""
+        model = {name: microseconds(self.problem, config_of(name), self.cores) for name in self.times}
+        return {name: log(us / model[name]) for name, us in self.times.items()}
 
 
 def corrected(problem: Problem, known: Iterable[Neighbour], cores: int) -> dict[str, float]:

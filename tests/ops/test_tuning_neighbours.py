@@ -11,7 +11,7 @@ import torch
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import compare, table
 from fp8fn.ops.tuning.model import candidates, config_name, microseconds, ranked
-from fp8fn.ops.tuning.neighbours import corrected, near, neighbour
+from fp8fn.ops.tuning.neighbours import Neighbour, corrected, near
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Entry, Table
 from support.tuning import CHIP
@@ -34,7 +34,7 @@ def test_no_neighbour_leaves_the_model() -> None:
 def test_a_neighbour_moves_the_choice() -> None:
     times = modelled(BESIDE)
     first, second = list(corrected(HERE, [], CORES))[:2]
-    slow = neighbour(BESIDE, {first: 2 * times[first], second: times[second]}, CORES)
+    slow = Neighbour(BESIDE, {first: 2 * times[first], second: times[second]}, CORES)
     found = corrected(HERE, [slow], CORES)
     assert next(iter(found)) == second
     assert found[first] / modelled(HERE)[first] == pytest.approx(2, rel=0.05)
@@ -45,7 +45,7 @@ def test_what_nobody_timed_is_as_slow_as_the_rest() -> None:
     times = modelled(BESIDE)
     ahead = corrected(HERE, [], CORES)
     chosen = [name for name, us in ahead.items() if us < 1.1 * min(ahead.values())]
-    slow = neighbour(BESIDE, {name: 2 * times[name] for name in chosen}, CORES)
+    slow = Neighbour(BESIDE, {name: 2 * times[name] for name in chosen}, CORES)
     found = corrected(HERE, [slow], CORES)
     assert list(found) == list(ahead)
     untimed = next(name for name in found if name not in chosen)
@@ -57,7 +57,7 @@ def test_a_tile_that_only_small_products_timed_wins_no_large_one() -> None:
     first, second, third = list(corrected(HERE, [], CORES))[:3]
     large, small = replace(HERE, k=8192), replace(HERE, m=2048, n=2048)
     known = [
-        neighbour(problem, {name: factor * modelled(problem)[name] for name in names}, CORES)
+        Neighbour(problem, {name: factor * modelled(problem)[name] for name in names}, CORES)
         for problem, factor, names in ((large, 1.2, (first, second)), (small, 0.85, (first, second, third)))
     ]
     assert list(corrected(HERE, known, CORES))[:2] == [first, second]
@@ -66,7 +66,7 @@ def test_a_tile_that_only_small_products_timed_wins_no_large_one() -> None:
 def test_the_nearest_count_most() -> None:
     name = config_name(ranked(HERE, CORES)[0])
     known = [
-        neighbour(replace(HERE, k=k), {name: factor * modelled(replace(HERE, k=k))[name]}, CORES)
+        Neighbour(replace(HERE, k=k), {name: factor * modelled(replace(HERE, k=k))[name]}, CORES)
         for k, factor in ((4224, 1.5), (16384, 0.5), (32768, 0.5))
     ]
     assert corrected(HERE, known, CORES)[name] > 1.3 * modelled(HERE)[name]
