@@ -4,11 +4,15 @@ For Hopper, each linear layer has three products, in the configurations that the
 quantizers of its input, weight and gradient, for training and for inference. The tables are those of this machine's
 GPU, or of the product that `--arch` names (h100, h200 and others), by default the H200. `--bias` adds the forward with
 a bias, `--fused` the quantizers that compiled models launch, which also compute a norm or an MLP's activation. For
-gfx950, all HIP kernels are compiled: they serve every shape.
+gfx950 without layers, all HIP kernels are compiled: they serve every shape.
 
 A process that runs the layer later finds the kernels in FP8FN_CACHE_DIR (default: ~/.cache/fp8fn). The folder may be
 copied to another machine. A process takes kernels only from files of its own user or of root that nobody else may
 write. Exit status 1 where a kernel does not compile, or is not in the cache at the end.
+
+For other processors (b200, rtx5090, l40s, mi300x and others) the layers' kernels in Triton are compiled into Triton's
+own cache, TRITON_CACHE_DIR (default: ~/.triton/cache). A process finds them there with the same build of Triton, the
+folder at the same path. Tables that `tune` has made count where the machine has that GPU and --arch names it as sm100.
 
 `--out FOLDER` leaves the cache alone and writes the package of the distribution fp8fn-cubins: the kernels of the
 layers, with `--bias` and `--fused`, by every recipe and shipped table.
@@ -29,7 +33,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from fp8fn.cli import cubins, options
-from fp8fn.cli.layer_kernels import LayerSetting, Shape, kernels_of
+from fp8fn.cli.layer_kernels import LayerSetting, Shape, kernels_of, launches_of
 from fp8fn.cli.options import parser_of
 from fp8fn.cli.progress import in_threads
 from fp8fn.cli.tune import SUITES, sizes
@@ -41,7 +45,6 @@ from fp8fn.ops.targets import Chip, Target, chip_of
 from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.ops.tuning.table import SHIPPED
 
-ARCHITECTURES: Final = ("sm90", "gfx950")
 _INPUTS: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _Kernel = TypeVar("_Kernel")
@@ -51,12 +54,23 @@ def main(argv: Sequence[str]) -> int:
     """Compile the kernels that the options name, and print where they are; return 1 where a kernel was not kept."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if (problem := (build if args.arch == "gfx950" else nvrtc).unavailable()) is not None:
+    layers = bool(args.shapes or args.suite or args.model)
+    named = targets.named_target(args.arch)
+    assert named is not None
+    if targets.hopper_fault(named[1]) is None:
+        way, problem = _cuda, nvrtc.unavailable()
+    elif named[1].name == "gfx950" and not layers:
+        way, problem = _hip, build.unavailable()
+    else:
+        way, problem = _triton, None if importlib.util.find_spec("triton") else "needs Triton: pip install triton"
+    if problem is not None:
         parser.error(problem)
+    if not layers and way is not _hip:
+        parser.error("one of the arguments --shapes --suite --model is required")
     if importlib.util.find_spec("tqdm") is None:
         parser.error("needs tqdm: pip install tqdm")
     try:
-        outcome = (_hip if args.arch == "gfx950" else _cuda)(parser, args)
+        outcome = way(parser, args)
     except (nvrtc.CompilationError, build.CompilationError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
@@ -91,50 +105,94 @@ class Outcome:
         return f"{self.what}:\n{counts}, {f'{self.lost} not kept ' if self.lost else ''}in {self.folder}"
 
 
-def _hip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome:
-    if args.shapes or args.suite or args.model or args.bias or args.fused or args.out:
+def _hip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome | cubins.Written:
+    if args.bias or args.fused or args.out:
         parser.error(
-            "--arch gfx950 compiles kernels that serve every shape: leave --shapes, --suite and --model out, and "
-            "--bias, --fused and --out"
+            "--arch gfx950 without layers compiles the kernels in HIP, which serve every shape: leave --bias, --fused "
+            "and --out out, or name layers"
         )
     kernels = variants.kernels(_INPUTS[args.dtype])
-    what = f"every kernel in HIP for {args.arch}, with outputs in {args.dtype}"
+    what = f"every kernel in HIP for gfx950, with outputs in {args.dtype}"
     return _compile(what, kernels, build.compile_kernel, build.cache_path)
 
 
 def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome | cubins.Written:
-    if not (args.shapes or args.suite or args.model):
-        parser.error("one of the arguments --shapes --suite --model is required")
-    dtype = _INPUTS[args.dtype]
     try:
-        shapes = args.shapes or (SUITES[args.suite] if args.suite else shapes_of_model(args.model))
+        shapes = _shapes(args)
         if args.out:
             recipes = cubins.RECIPES if args.recipe is None else (parse_recipe(args.recipe),)
-            return cubins.write(args.out, shapes, recipes, dtype)
-        recipe = parse_recipe(args.recipe or "blockwise")
-        chip, target = chip_and_target(args.arch)
-        kernels = kernels_of(shapes, LayerSetting(recipe, dtype, target, chip, args.bias, args.fused))
+            return cubins.write(args.out, shapes, recipes, _INPUTS[args.dtype])
+        setting = _setting(args)
+        kernels = kernels_of(shapes, setting)
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
-    what = f"{len(shapes)} layers, recipe {recipe.key}, for the {chip.name} of {chip.multiprocessors} multiprocessors"
-    compile_ = partial(nvrtc.compile_into_cache, arch=target.cubin)
-    return _compile(what, kernels, compile_, partial(nvrtc.cache_path, arch=target.cubin))
+    arch = setting.target.cubin
+    compile_ = partial(nvrtc.compile_into_cache, arch=arch)
+    return _compile(_what(shapes, setting), kernels, compile_, partial(nvrtc.cache_path, arch=arch))
+
+
+def _triton(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome | cubins.Written:
+    """Compile layers' kernels into Triton's cache; one that is there was compiled before."""
+    from triton import knobs
+    from triton.runtime.cache import get_cache_manager
+
+    from fp8fn.ops.triton.launch import TritonLaunch
+
+    if args.out:
+        parser.error("--out writes kernels for Hopper alone")
+    try:
+        shapes, setting = _shapes(args), _setting(args)
+        launches = [launch for launch in launches_of(shapes, setting) if isinstance(launch, TritonLaunch)]
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
+        parser.error(f"{type(error).__name__}: {error}")
+    folder = Path(knobs.cache.dir)
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+    def compiled(launch: TritonLaunch) -> Path:
+        return Path(get_cache_manager(launch.compile(setting.target).hash).cache_dir)
+
+    found = set(in_threads(compiled, launches, "launch", threads=1))
+    before = sum(path.name in there for path in found)
+    kept = sum(any(path.glob("*.json")) for path in found)
+    return Outcome(_what(shapes, setting), len(found), before, kept, folder)
+
+
+def _shapes(args: argparse.Namespace) -> Sequence[Shape]:
+    return args.shapes or (SUITES[args.suite] if args.suite else shapes_of_model(args.model))
+
+
+def _setting(args: argparse.Namespace) -> LayerSetting:
+    chip, target = chip_and_target(args.arch)
+    recipe = parse_recipe(args.recipe or "blockwise")
+    return LayerSetting(recipe, _INPUTS[args.dtype], target, chip, args.bias, args.fused)
+
+
+def _what(shapes: Sequence[Shape], setting: LayerSetting) -> str:
+    chip = setting.chip
+    return (
+        f"{len(shapes)} layers, recipe {setting.recipe.key}, for the {chip.name} of {chip.multiprocessors} "
+        "multiprocessors"
+    )
 
 
 def chip_and_target(processor: str = "sm90") -> tuple[Chip, Target]:
-    """The chip that a name stands for; for "sm90" this machine's GPU, else the first with a shipped table."""
+    """The chip that a name stands for; for an architecture this machine's GPU, else one that has it.
+
+    For "sm90" that is the first with a shipped table.
+    """
     named = targets.named_target(processor)
-    if named is not None and processor != "sm90":
-        product, target = named
-        return NAMED[product], target
+    assert named is not None
+    product, target = named
+    if product != target.name:
+        return NAMED.get(product, Chip(product, target.cores)), target
     if torch.cuda.is_available():
         device = torch.device("cuda")
-        target = targets.target_of(device)
-        chip = chip_of(device, target)
-        if targets.hopper_fault(target) is None and chip is not None:
-            return chip, target
-    chip = next(iter(SHIPPED))
-    return chip, replace(targets.SM90, multiprocessors=chip.multiprocessors)
+        found = targets.target_of(device)
+        chip = chip_of(device, found)
+        if found.name == target.name and chip is not None:
+            return chip, found
+    chip = next(iter(SHIPPED)) if targets.hopper_fault(target) is None else Chip(product, target.cores)
+    return chip, replace(target, multiprocessors=chip.multiprocessors)
 
 
 def _compile(
@@ -212,17 +270,15 @@ def _parser() -> argparse.ArgumentParser:
         type=_processor,
         default="sm90",
         metavar="NAME",
-        help="sm90 (the default), a Hopper product such as h100, or gfx950, which takes no shapes",
+        help="sm90 (the default) or another architecture, or a product such as h100, b200 or mi300x",
     )
     return parser
 
 
 def _processor(text: str) -> str:
-    """The name as given for Hopper, and "gfx950" for its products too."""
-    named = targets.named_target(text)
-    if named is None or named[1].name not in ARCHITECTURES:
-        serves = "" if named is None else f", as {named[1].name} has Triton's kernels, which the first call compiles"
+    if targets.named_target(text) is None:
+        known = sorted({target.name for target, _ in targets.PRODUCTS.values()})
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no processor to compile for{serves}; choose sm90, a Hopper product such as h100, or gfx950"
+            f"{text!r} is no processor to compile for; choose {', '.join(known)}, or a product such as h100 or b200"
         )
-    return text if named[1].name == "sm90" else named[1].name
+    return text

@@ -1,7 +1,7 @@
-"""The kernels in CUDA C++ that linear layers launch on a Hopper GPU, found by planning on `meta` tensors.
+"""The kernels that linear layers launch, found by planning on `meta` tensors: in CUDA C++ for Hopper, else in Triton.
 
 A layer `(M, N, K)` is `x (M, K) @ w (N, K)ᵀ`. The plans are those of the ops themselves, so that a kernel is the one
-that a call launches. Products and quantizers that Triton or PyTorch serves are left out.
+that a call launches. Products and quantizers that anything else serves are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.kernel import Dispatch
+from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_square, scale_shape, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
@@ -26,7 +27,7 @@ from fp8fn.ops.quantize_silu_mul import QUANTIZE_SILU_MUL_BACKWARD, QUANTIZE_SIL
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import dispatch_of
 from fp8fn.ops.silu_mul import SAVED_BLOCK, SavedSiluMul, SiluMulBackward
-from fp8fn.ops.targets import Chip, Target
+from fp8fn.ops.targets import Chip, Target, hopper_fault, native_e4m3
 from fp8fn.ops.tuning.problem import empty_product, linear_problems
 
 Shape = tuple[int, ...]
@@ -59,11 +60,15 @@ class LayerSetting:
 
 def kernels_of(shapes: Sequence[Shape], setting: LayerSetting) -> tuple[CudaKernel, ...]:
     """The kernels of layers `(M, N, K)`, forward and backward, each once."""
-    found: dict[CudaKernel, None] = {}
+    found = launches_of(shapes, setting)
+    return tuple(dict.fromkeys(launch.kernel for launch in found if isinstance(launch, CudaLaunch)))
+
+
+def launches_of(shapes: Sequence[Shape], setting: LayerSetting) -> Iterator[Launch]:
+    """The launches of layers `(M, N, K)`, forward and backward."""
     for shape in shapes:
-        for launch in (*_products(shape, setting), *_quantizers(shape, setting)):
-            found[launch.kernel] = None
-    return tuple(found)
+        yield from _products(shape, setting)
+        yield from _quantizers(shape, setting)
 
 
 def first_product(shape: Shape, setting: LayerSetting) -> tuple[CudaKernel, ...]:
@@ -72,7 +77,7 @@ def first_product(shape: Shape, setting: LayerSetting) -> tuple[CudaKernel, ...]
     forward = (_launches(QUANTIZE, replace(q, dual=False, dual_block=None)) for q in (x, w))
     dispatch, product = next(iter(_problems(shape, setting).values()))
     launches = (*(launch for each in forward for launch in each), *_launches(dispatch, product))
-    return tuple(dict.fromkeys(launch.kernel for launch in launches))
+    return tuple(dict.fromkeys(launch.kernel for launch in launches if isinstance(launch, CudaLaunch)))
 
 
 def _problems(shape: Shape, setting: LayerSetting) -> dict[str, tuple[Dispatch, ScaledProduct]]:
@@ -80,12 +85,19 @@ def _problems(shape: Shape, setting: LayerSetting) -> dict[str, tuple[Dispatch, 
     (m, n, k), invariant = shape, setting.recipe.batch_invariant
     found = {}
     for name, problem in linear_problems(m, n, k, setting.recipe).items():
-        product = empty_product(replace(problem, out_type=setting.dtype), "meta", setting.target, setting.chip)
+        a_type, b_type = (_native(dtype, setting.target) for dtype in (problem.a_type, problem.b_type))
+        typed = replace(problem, a_type=a_type, b_type=b_type, out_type=setting.dtype)
+        product = empty_product(typed, "meta", setting.target, setting.chip)
         found[name] = dispatch_of(invariant and name != "wgrad", product.fast), product
     return found
 
 
-def _products(shape: Shape, setting: LayerSetting) -> Iterator[CudaLaunch]:
+def _native(dtype: torch.dtype, target: Target) -> torch.dtype:
+    """The type that a recipe without types has on the target, for e4m3."""
+    return native_e4m3(target) if dtype == torch.float8_e4m3fn else dtype
+
+
+def _products(shape: Shape, setting: LayerSetting) -> Iterator[Launch]:
     for name, (dispatch, product) in _problems(shape, setting).items():
         yield from _launches(dispatch, product)
         if setting.bias and name == "forward":
@@ -97,7 +109,7 @@ def _operands(shape: Shape, setting: LayerSetting) -> tuple[Quantization, Quanti
     (m, n, k), recipe = shape, setting.recipe
 
     def of(x: Tensor, block: Block, dual_block: Block | None, dtype: torch.dtype | None) -> Quantization:
-        fp8 = dtype or torch.float8_e4m3fn
+        fp8 = dtype or native_e4m3(setting.target)
         return setting.quantization(x=x, block=block, dtype=fp8, dual=True, dual_block=dual_block)
 
     return (
@@ -107,7 +119,7 @@ def _operands(shape: Shape, setting: LayerSetting) -> tuple[Quantization, Quanti
     )
 
 
-def _quantizers(shape: Shape, setting: LayerSetting) -> Iterator[CudaLaunch]:
+def _quantizers(shape: Shape, setting: LayerSetting) -> Iterator[Launch]:
     """The quantizers of x, w and g for training, of x and w for inference, and those that a backward calls again."""
     operands = _operands(shape, setting)
     for q in operands:
@@ -131,7 +143,7 @@ def _forms(both: Quantization) -> Iterator[Quantization]:
     yield replace(alone, block=beside, column_major=not is_column_major(both.x) if is_square(beside) else None)
 
 
-def _fused_quantizers(x: Quantization, setting: LayerSetting) -> Iterator[CudaLaunch]:
+def _fused_quantizers(x: Quantization, setting: LayerSetting) -> Iterator[Launch]:
     """The quantizers of a layer's input that compute it: a norm, or an MLP's activation, and its gradient."""
     m, k = x.x.shape
     norm = replace(x, source=RMS_NORM, other=setting.empty(k))
@@ -140,7 +152,7 @@ def _fused_quantizers(x: Quantization, setting: LayerSetting) -> Iterator[CudaLa
     for dispatch, q in ((QUANTIZE_RMS_NORM, norm), (QUANTIZE_RMS_NORM, known), (QUANTIZE_SILU_MUL, activation)):
         for form in _forms(q):
             yield from _launches(dispatch, form)
-    recipe, fp8 = setting.recipe, torch.float8_e4m3fn
+    recipe, fp8 = setting.recipe, native_e4m3(setting.target)
     kept = replace(setting.quantization(x=setting.empty(m, k), block=SAVED_BLOCK, dtype=fp8), scale="fp32")
     yield from _launches(QUANTIZE, kept)
     alone = replace(activation, dual=False, dual_block=None)
@@ -159,11 +171,12 @@ def _fused_quantizers(x: Quantization, setting: LayerSetting) -> Iterator[CudaLa
             yield from _launches(QUANTIZE_SILU_MUL_BACKWARD, backward)
 
 
-def _launches(dispatch: Dispatch, operands: Any) -> tuple[CudaLaunch, ...]:
-    """The launches of an op, or none where no kernel in CUDA C++ is chosen."""
+def _launches(dispatch: Dispatch, operands: Any) -> tuple[Launch, ...]:
+    """The launches of an op, or none where the kernel that is chosen is in another language than the target's."""
     if dispatch.unserved(operands) is not None:
         return ()
     choice = dispatch.choose(operands)
-    if choice.kernel is None or choice.kernel.backend != "cuda":
+    language = "cuda" if hopper_fault(operands.target) is None else "triton"
+    if choice.kernel is None or choice.kernel.backend != language:
         return ()
-    return tuple(launch for launch in choice.plan(operands) if isinstance(launch, CudaLaunch))
+    return tuple(choice.plan(operands))

@@ -1,4 +1,4 @@
-"""A progress bar over work that runs in threads, one for each processor: the compilers release the GIL."""
+"""A progress bar over work that runs in threads, one for each processor where the compiler releases the GIL."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item], unit: str) -> list[_Result]:
+def in_threads(
+    function: Callable[[_Item], _Result], items: Sequence[_Item], unit: str, threads: int | None = None
+) -> list[_Result]:
     """The function's results, in the order of the items."""
     from tqdm import tqdm
 
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tqdm(total=len(items), unit=unit) as bar:
+    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool, tqdm(total=len(items), unit=unit) as bar:
         found = []
         for each in pool.map(function, items):
             found.append(each)

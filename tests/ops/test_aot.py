@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn import cli
 from fp8fn.cli import aot
-from fp8fn.cli.layer_kernels import LayerSetting, kernels_of
+from fp8fn.cli.layer_kernels import LayerSetting, kernels_of, launches_of
 from fp8fn.ops import scaled_mm
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -150,6 +151,65 @@ def test_aot_finds_the_layers_of_a_model(fresh_dynamo: None) -> None:
     assert aot.shapes_of_model(f"{__name__}:example") == ((128, 1024, 512), (128, 512, 1024))
 
 
+class _Driver:
+    """What Triton's JIT asks a driver, as if the processor were there."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target.to_triton()
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("arch", "recipe"), [("b200", "blockwise"), ("l40s", "rowwise"), ("mi355x", "tensorwise")])
+def test_aot_fills_the_cache_that_a_call_in_triton_reads(
+    arch: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    from triton import knobs, runtime
+    from triton.runtime.cache import get_cache_manager
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    argv = ["aot", "--arch", arch, "--shapes", "512,1024,256", "--recipe", recipe]
+    assert cli.main(argv) == 0
+    folders = {path.name for path in tmp_path.iterdir()}
+    chip, target = aot.chip_and_target(arch)
+    assert (
+        f"{len(folders)} kernels, {len(folders)} compiled now, 0 there before, in {tmp_path}" in capsys.readouterr().out
+    )
+    assert cli.main(argv) == 0
+    assert f"{len(folders)} kernels, 0 compiled now, {len(folders)} there before" in capsys.readouterr().out
+
+    setting = LayerSetting(parse_recipe(recipe), torch.bfloat16, target, chip)
+    launches = list(launches_of(((512, 1024, 256),), setting))
+    monkeypatch.setattr(runtime.driver, "_active", _Driver(target))
+    found = set()
+    for launch in launches:
+        launch.kernel.device_caches.clear()
+        args = (*launch.args.values(), *launch.constexprs.values())
+        compiled = launch.kernel.run(*args, grid=launch.grid, warmup=True, **launch.options)
+        launch.kernel.device_caches.clear()
+        found.add(Path(get_cache_manager(compiled.hash).cache_dir).name)
+    assert found == folders == {path.name for path in tmp_path.iterdir()}
+    assert {"scaled_mm" in launch.name for launch in launches} == {True, False}
+
+
+def test_what_the_target_takes_natively(cache: Path) -> None:
+    """On gfx942 a recipe without types is of e4m3fnuz."""
+    pytest.importorskip("triton")
+    chip, target = aot.chip_and_target("mi300x")
+    launches = list(launches_of(((512, 1024, 256),), LayerSetting(fp8fn.BLOCKWISE, torch.bfloat16, target, chip)))
+    types = {arg.dtype for launch in launches for arg in launch.args.values() if isinstance(arg, Tensor)}
+    assert types == {torch.bfloat16, torch.float8_e4m3fnuz, torch.float32}
+    assert (chip.name, chip.multiprocessors) == ("mi300x", 304)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -159,13 +219,11 @@ def test_aot_finds_the_layers_of_a_model(fresh_dynamo: None) -> None:
         (("--model", "json:nothing_of_it"), "has no attribute 'nothing_of_it'"),
         (("--model", f"{__name__}:nothing"), "returned int; it must return (model, args)"),
         (("--shapes", "128,128,128", "--recipe", "mxfp8"), "use blockwise, rowwise or tensorwise"),
-        (("--shapes", "128,128,128", "--arch", "sm80"), "'sm80' is no processor to compile for; choose sm90"),
-        (
-            ("--shapes", "128,128,128", "--arch", "b200"),
-            "'b200' is no processor to compile for, as sm100 has Triton's kernels, which the first call compiles",
-        ),
+        (("--shapes", "128,128,128", "--arch", "sm80"), "'sm80' is no processor to compile for; choose gfx942"),
+        (("--arch", "b200"), "one of the arguments --shapes --suite --model is required"),
+        (("--shapes", "128,128,128", "--arch", "b200", "--out", "."), "--out writes kernels for Hopper alone"),
         (("--shapes", "128,128,128", "--out", "no/such/folder"), "it must be a folder that exists"),
-        (("--arch", "gfx950", "--fused"), "and --bias, --fused and --out"),
+        (("--arch", "gfx950", "--fused"), "leave --bias, --fused and --out out, or name layers"),
     ],
 )
 def test_wrong_use_of_aot_exits_2(
