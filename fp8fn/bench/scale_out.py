@@ -10,7 +10,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -340,7 +340,7 @@ def profiled(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
     return wire.summary(wire.profiled(training.step))
 
 
-def gathers(device: str, megabytes: tuple[int, ...] = (16, 64, 128, 256)) -> list[dict[str, float]]:
+def gathers(device: str, megabytes: Sequence[int]) -> list[dict[str, float]]:
     """Milliseconds of a gather of so many bytes in all, and of one of half as many, as FP8 sends for bf16.
 
     Ten follow one another, as in a step, where the host waits for none.
@@ -389,6 +389,7 @@ def main() -> None:
         parser.add_argument(option, type=int, default=value)
     parser.add_argument("--expert-capacity", type=float, default=1.5, help="times the rows that a rank sends")
     parser.add_argument("--kinds", nargs="+", choices=("fsdp", "fsdp-tp", "experts", "gathers"), default=["fsdp"])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=(16, 64, 128, 256), help="sizes of bare gathers")
     parser.add_argument("--replicas", type=int, default=0, help="one rank trains on the batches of so many ranks")
     parser.add_argument("--beside", type=Path, help="JSON of a run on other ranks, whose losses the rows take over")
     parser.add_argument("--graph", action="store_true", help="each step as one CUDA graph, except of experts")
@@ -399,7 +400,7 @@ def main() -> None:
     found = ranks.described(args, [])
     beside = _losses(args.beside)
     if "gathers" in args.kinds:
-        found["gathers"] = gathers(device)
+        found["gathers"] = gathers(device, args.megabytes)
         _show(found["gathers"], found, args.json)
     chosen = [each for each in VARIANTS if each.kind in args.kinds and (args.graph or not each.graphs_only)]
     if args.graph:
