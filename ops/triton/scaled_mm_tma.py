@@ -55,8 +55,9 @@ class TmaConfig:
 DEFAULT: Final = TmaConfig(FLATTEN=True, GROUP=16)
 HIDING: Final = TmaConfig(BM=64, num_warps=4, OCCUPANCY=2)
 _MANY_TILES: Final = 4096
-# Blackwell's were never timed. On sm100 `tcgen05.mma` has its rate from 128 rows on, and fused loops spill 192 to 418
-# registers where both sides have a vector of scales, which 128 columns with both masks do by 6.
+# Blackwell's were never timed. On sm100 `tcgen05.mma` has its rate from 128 rows on. Fused loops spill 2 to 418
+# registers where b has a vector of scales for each K tile. With vectors on both sides 128 columns with both masks
+# spill 6.
 VECTORS: Final = TmaConfig()
 _MASKED_VECTORS: Final = TmaConfig(BN=64)
 # On sm120 a multiprocessor has 100 KiB of shared memory: room for two such programs.
@@ -239,9 +240,10 @@ def choose_config(m: int, n: int, a_block: Block, b_block: Block, target: Target
     if target.arch == 120:
         return SMALL
     if target.arch in _EITHER_AXIS:
-        if not _vectors(a_block, b_block):
+        if not _is_vector(b_block[1], b_block[0]):
             return DEFAULT
-        return _MASKED_VECTORS if m % VECTORS.BM and n % VECTORS.BN else VECTORS
+        masked = m % VECTORS.BM and n % VECTORS.BN
+        return _MASKED_VECTORS if masked and _is_vector(*a_block) else VECTORS
     return HIDING if a_block[0] == b_block[1] == 1 or ceil_div(m, 128) * ceil_div(n, 128) >= _MANY_TILES else DEFAULT
 
 
@@ -249,16 +251,16 @@ def configs(product: ScaledProduct) -> tuple[TmaConfig, ...]:
     """The default configuration of a product, then the other candidates."""
     a_block, b_block, target = product.a.block, product.b.block, product.target
     default = choose_config(product.m, product.n, a_block, b_block, target)
-    return tuple(dict.fromkeys((default, *candidates(target, _vectors(a_block, b_block)))))
+    return tuple(dict.fromkeys((default, *candidates(target, _is_vector(b_block[1], b_block[0])))))
 
 
-def _vectors(a_block: Block, b_block: Block) -> bool:
-    """Whether each K tile has a vector of scales on both sides."""
-    return a_block[0] == b_block[1] == 1 and WHOLE not in (a_block[1], b_block[0])
+def _is_vector(lines: int, along_k: int) -> bool:
+    """Whether an operand has a vector of scales for each K tile; its block has `lines` by `along_k` elements."""
+    return lines == 1 and along_k != WHOLE
 
 
 def candidates(target: Target, vectors: bool) -> tuple[TmaConfig, ...]:
-    """Configurations worth timing, with `vectors` of scales on both sides; none of them spills."""
+    """Configurations worth timing, where b has `vectors` of scales for each K tile or not; none of them spills."""
     if target.arch == 120:
         return (
             SMALL,

@@ -141,6 +141,18 @@ def test_no_default_by_tma_spills(target: Target, kind: str, out: torch.dtype) -
             assert kind in ("dgrad", "TN")
 
 
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("a_block", [(128, 128), (-1, -1), (1, -1)], ids=str)
+def test_no_vector_of_scales_of_b_alone_spills_on_sm100(a_block: Block, out: torch.dtype) -> None:
+    """Loops over tiles and over K that are fused spilled up to 28 registers here."""
+    for m, n in ((4096, 4096), (129, 136)):
+        made = lines(product_of(SM100, "wgrad", m, n, 4096, out))
+        a = made.a.data
+        made = replace(made, a=made.a._replace(scale=empty_scale(a, a_block, "fp32"), block=a_block))
+        assert tma_accepts(made) is None
+        assert_no_spills(plan_scaled_mm_tma(made)[0].resources(), SM100)
+
+
 @pytest.mark.parametrize("planner", [plan_scaled_mm, plan_scaled_mm_tma], ids=lambda planner: planner.__name__)
 @pytest.mark.parametrize("kind", ["forward", "wgrad"])
 def test_hopper_multiplies_e4m3_in_warpgroups(kind: str, planner: Any) -> None:
