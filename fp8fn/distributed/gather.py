@@ -119,7 +119,10 @@ def _show_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         if not isinstance(master, MasterWeight) or shown is None or shown is parameter:  # the last by `keep_vars=True`
             continue
         plain = master._tensor.detach()
-        state[prefix + name] = placed_as(shown, plain) if isinstance(shown, DTensor) else plain
+        if isinstance(shown, DTensor):  # a view of the parameter: a write of it moves the parameter's version
+            shown._local_tensor = plain
+        else:
+            state[prefix + name] = plain
 
 
 def _wrap_assigned(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object) -> None:

@@ -133,7 +133,7 @@ def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwar
     if shard_of is None:
         return out
     first = next(one for value in (*args, *kwargs.values()) for one in _masters(value))
-    return pytree.tree_map_only(Tensor, lambda tensor: MasterWeight(tensor, first._form, shard_of(first)), out)
+    return pytree.tree_map_only(Tensor, lambda tensor: MasterWeight(tensor, first._form, shard_of(first, tensor)), out)
 
 
 def _plain(value: Any) -> Any:
@@ -376,17 +376,17 @@ def _carry(master: Any, source: Any) -> None:
         shard.fp8, shard.mark, shard.ready = old.fp8, master._mark(), None
 
 
-def _same(master: MasterWeight) -> Shard:
+def _same(master: MasterWeight, view: Tensor) -> Shard:
     return master._shard
 
 
-def _new(master: MasterWeight) -> Shard:
+def _new(master: MasterWeight, new: Tensor) -> Shard:
     return Shard(origin=master._shard)
 
 
-def _copied(master: MasterWeight) -> Shard:
-    """The copy has memory of its own, and the values of the master."""
-    if not master.is_current:
+def _copied(master: MasterWeight, copy: Tensor) -> Shard:
+    """The copy has memory of its own, and the values of the master, but where its type rounds them."""
+    if not master.is_current or torch.promote_types(master.dtype, copy.dtype) != copy.dtype:
         return Shard()
     return Shard(mark=(0, 0), fp8=master._shard.fp8)
 
@@ -394,14 +394,14 @@ def _copied(master: MasterWeight) -> Shard:
 _HOLDS_MASTERS: Final = (MasterWeight, list, tuple)
 
 # The ops beside views whose results are masters too; any other op's result is a plain tensor.
-_KEPT: Final[dict[Any, Callable[[MasterWeight], Shard]]] = {
+_KEPT: Final[dict[Any, Callable[[MasterWeight, Tensor], Shard]]] = {
     **dict.fromkeys((aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default), _new),
     **dict.fromkeys((aten._to_copy.default, aten.clone.default, aten._pin_memory.default), _copied),
 }
 
 
 @cache
-def _shard_of(func: Any) -> Callable[[MasterWeight], Shard] | None:
-    """A function from the master to what is known of the memory of an op's results; None where they are no masters."""
+def _shard_of(func: Any) -> Callable[[MasterWeight, Tensor], Shard] | None:
+    """A function from the master and a result of an op to what is known of its memory; None where it is no master."""
     is_view = any(result.alias_info is not None for result in func._schema.returns)
     return _same if is_view else _KEPT.get(func)

@@ -239,6 +239,9 @@ def _written() -> None:
         lambda model, weight: dist.broadcast(weight.to_local(), 0),
         lambda model, weight: dist.all_reduce(weight.to_local()),
         lambda model, weight: model.state_dict()["0.up.weight"].to_local().zero_(),
+        lambda model, weight: model.state_dict()["0.up.weight"].mul_(1.3),
+        lambda model, weight: model.state_dict()["0.up.weight"].t().copy_(weight.detach().t() + 1),
+        lambda model, weight: torch.add(weight, 1, out=model.state_dict()["0.up.weight"]),
     ]
     for write in writes:
         model, x = _model(512), _tokens(0, 0)
@@ -248,10 +251,29 @@ def _written() -> None:
         model(x)
         model.reshard()  # type: ignore[operator]
         assert type(model.state_dict()["0.up.weight"].to_local()) is Tensor
+        before = model[0].up.weight.full_tensor() + 0
         with torch.no_grad():
             write(model, model[0].up.weight)
+        assert not torch.equal(model[0].up.weight.full_tensor() + 0, before)
         with pytest.raises(RuntimeError, match=r"0\.up\.weight changed since the last update_scales"):
             model(x)
+
+
+def _rounded() -> None:
+    """A conversion that rounds the values asks for new bytes; one that widens them keeps the old ones."""
+    for first, second, rounds in ((torch.float32, torch.bfloat16, True), (torch.bfloat16, torch.float32, False)):
+        model, x = _model(304).to(first), _tokens(0, 0)
+        gather_fp8(model)
+        _in_fp8(model, "blockwise")
+        _sharded(model, {})
+        update_scales(model)
+        model.to(second)  # before a forward: FSDP2 keeps the type of what it has gathered once, in bf16 too
+        if rounds:
+            with pytest.raises(RuntimeError, match=r"0\.up\.weight has no scales yet"):
+                model(x.to(second))
+            update_scales(model)
+        assert model(x.to(second)).dtype == second
+        _same_bits(model, Case(304))
 
 
 def _written_by_inductor() -> None:
@@ -679,6 +701,7 @@ def _run(rank: int, device: str, folder: str) -> None:
             _same_experts(name)
         _stale()
         _written()
+        _rounded()
         _written_by_inductor()
         _written_in_place()
         _captured_update()
