@@ -273,7 +273,8 @@ def test_an_installed_package_has_no_committed_results(
 def test_isa_writes_the_tables_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[Path, str]] = []
     monkeypatch.setattr(isa, "write_table", lambda path, arch: written.append((path, arch)))
-    assert cli.main(["isa", "--write-tables"]) == 0
+    for arch in ("gfx942", "gfx950"):  # one at a time, as Triton 3.6 wants it
+        assert cli.main(["isa", "--arch", arch, "--write-tables"]) == 0
     assert [arch for _, arch in written] == ["gfx942", "gfx950"]
     for path, arch in written:
         assert json.loads(path.read_text(encoding="utf-8"))["arch"] == arch
