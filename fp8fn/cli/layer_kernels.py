@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8fn.ops import mx_mm
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.kernel import Dispatch
@@ -28,7 +29,6 @@ from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import dispatch_of
 from fp8fn.ops.silu_mul import SAVED_BLOCK, SavedSiluMul, SiluMulBackward
 from fp8fn.ops.targets import Chip, Target, hopper_fault, native_e4m3
-from fp8fn.ops.tuning.problem import empty_product, linear_problems
 
 Shape = tuple[int, ...]
 
@@ -65,10 +65,21 @@ def kernels_of(shapes: Sequence[Shape], setting: LayerSetting) -> tuple[CudaKern
 
 
 def launches_of(shapes: Sequence[Shape], setting: LayerSetting) -> Iterator[Launch]:
-    """The launches of layers `(M, N, K)`, forward and backward."""
+    """The launches of layers `(M, N, K)`, forward and backward.
+
+    Raises:
+        ValueError: Nothing but Triton serves the products on Hopper.
+    """
     for shape in shapes:
         yield from _products(shape, setting)
         yield from _quantizers(shape, setting)
+    recipe = setting.recipe
+    problems = (problem for shape in shapes for problem in _problems(shape, setting).values())
+    if _on_hopper(setting.target) and all(_language(*problem) == "triton" for problem in problems):
+        raise ValueError(
+            f"no kernel in CUDA C++ multiplies blocks {recipe.activation_block} by {recipe.weight_block} of these "
+            "sizes; use blockwise, rowwise or tensorwise"
+        )
 
 
 def first_product(shape: Shape, setting: LayerSetting) -> tuple[CudaKernel, ...]:
@@ -81,20 +92,35 @@ def first_product(shape: Shape, setting: LayerSetting) -> tuple[CudaKernel, ...]
 
 
 def _problems(shape: Shape, setting: LayerSetting) -> dict[str, tuple[Dispatch, ScaledProduct]]:
-    """The products of a layer, each with what serves it, the forward first."""
-    (m, n, k), invariant = shape, setting.recipe.batch_invariant
+    """The products of a layer, each with what serves it, the forward first, as `fp8fn.ops.gemm` makes them."""
+    (m, n, k), recipe = shape, setting.recipe
+    (x, x_later), (w_later, w), (g, g_later) = (_sides(q) for q in _operands(shape, setting))
     found = {}
-    for name, problem in linear_problems(m, n, k, setting.recipe).items():
-        a_type, b_type = (_native(dtype, setting.target) for dtype in (problem.a_type, problem.b_type))
-        typed = replace(problem, a_type=a_type, b_type=b_type, out_type=setting.dtype)
-        product = empty_product(typed, "meta", setting.target, setting.chip)
-        found[name] = dispatch_of(invariant and name != "wgrad", product.fast), product
+    for name, a, b, size in (
+        ("forward", x, w, (m, n)),
+        ("dgrad", g, w_later.mT, (m, k)),
+        ("wgrad", g_later.mT, x_later, (n, k)),
+    ):
+        fast, invariant = recipe.accumulate == "fast" and name == "forward", recipe.batch_invariant and name != "wgrad"
+        product = ScaledProduct(
+            a=a, b=b, out=setting.empty(*size), target=setting.target, chip=setting.chip, fast=fast
+        )  # fmt: skip
+        in_mx = not (invariant or fast) and mx_mm.is_mx(a.scale, a.block, b.scale, b.block)
+        found[name] = mx_mm.MX_MM if in_mx else dispatch_of(invariant, fast), product
     return found
 
 
-def _native(dtype: torch.dtype, target: Target) -> torch.dtype:
-    """The type that a recipe without types has on the target, for e4m3."""
-    return native_e4m3(target) if dtype == torch.float8_e4m3fn else dtype
+def _sides(both: Quantization) -> tuple[Quantized, Quantized]:
+    """A matrix for the product that sums over its columns' axis, and for that over its rows' axis."""
+    if is_square(both.block) and not _on_hopper(both.target):
+        one = replace(both, dual=False, dual_block=None).out
+        return one, one
+    first, second = both.outs
+    return (second, first) if contracts_rows(both.block) else (first, second)
+
+
+def _on_hopper(target: Target) -> bool:
+    return hopper_fault(target) is None
 
 
 def _products(shape: Shape, setting: LayerSetting) -> Iterator[Launch]:
@@ -136,11 +162,13 @@ def _quantizers(shape: Shape, setting: LayerSetting) -> Iterator[Launch]:
 
 def _forms(both: Quantization) -> Iterator[Quantization]:
     """A quantization in both blocks, in each of them alone, and in the second one as a backward makes it later."""
-    if is_square(both.block) or WHOLE not in both.block:  # whole rows and whole columns take two launches
-        yield both
     alone, (_, beside) = replace(both, dual=False, dual_block=None), both.blocks
+    turned = is_square(beside) and _on_hopper(both.target)  # elsewhere one result of a square block serves both axes
+    if not is_square(both.block) or turned:
+        yield both
     yield alone
-    yield replace(alone, block=beside, column_major=not is_column_major(both.x) if is_square(beside) else None)
+    if beside != both.block or turned:
+        yield replace(alone, block=beside, column_major=not is_column_major(both.x) if turned else None)
 
 
 def _fused_quantizers(x: Quantization, setting: LayerSetting) -> Iterator[Launch]:
@@ -173,10 +201,14 @@ def _fused_quantizers(x: Quantization, setting: LayerSetting) -> Iterator[Launch
 
 def _launches(dispatch: Dispatch, operands: Any) -> tuple[Launch, ...]:
     """The launches of an op, or none where the kernel that is chosen is in another language than the target's."""
+    if _language(dispatch, operands) != ("cuda" if _on_hopper(operands.target) else "triton"):
+        return ()
+    return tuple(dispatch.choose(operands).plan(operands))
+
+
+def _language(dispatch: Dispatch, operands: Any) -> str | None:
+    """What compiles the kernel that serves an op, or the name of the library that does; None where nothing does."""
     if dispatch.unserved(operands) is not None:
-        return ()
-    choice = dispatch.choose(operands)
-    language = "cuda" if hopper_fault(operands.target) is None else "triton"
-    if choice.kernel is None or choice.kernel.backend != language:
-        return ()
-    return tuple(choice.plan(operands))
+        return None
+    kernel = dispatch.choose(operands).kernel
+    return None if kernel is None else kernel.backend
