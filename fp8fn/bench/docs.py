@@ -58,7 +58,7 @@ def compiled(run: dict[str, Any]) -> str:
 def fsdp(run: dict[str, Any], kind: str = "fsdp") -> str:
     """Milliseconds of a training step on several GPUs, peak memory, and the loss of the last step, beside bf16."""
     found = run["results"]
-    rows = [row for row in found["rows"] if row.get("kind", "fsdp") == kind]
+    rows = [row for row in found["rows"] if row.get("kind", "fsdp") == kind and "skipped" not in row]
     lines = ["| variant | step, ms | over bf16 | peak memory, GB | last loss |", "|---|---|---|---|---|"]
     plain = rows[0]["median_ms"]
     for row in rows:
@@ -207,12 +207,15 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("fsdp", fsdp),
         _committed("fsdp-one", fsdp),
         _committed("scale-out", fsdp),
+        _committed("scale-out-h200", fsdp),
         _committed("scale-out-losses", losses),
         _committed("scale-out-wire", on_the_wire, "scale_out"),
         _committed("gathers", gathers, "scale_out_gathers"),
         _committed("scale-out-tp-wide", partial(fsdp, kind="fsdp-tp")),
         _committed("scale-out-tp", partial(fsdp, kind="fsdp-tp")),
+        _committed("scale-out-tp-h200", partial(fsdp, kind="fsdp-tp")),
         _committed("scale-out-experts", partial(fsdp, kind="experts"), "scale_out"),
+        _committed("scale-out-experts-h200", partial(fsdp, kind="experts"), "scale_out_h200"),
         _committed("async-tp", async_tp),
         _committed("async-tp-graph", async_tp),
         _committed("scale-out-tp-wide-graph", partial(fsdp, kind="fsdp-tp")),
