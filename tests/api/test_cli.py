@@ -323,6 +323,38 @@ def test_every_public_name_is_there_before_it_is_used() -> None:
     assert "cannot import name 'nothing' from 'fp8fn'" in process.stdout
 
 
+def test_threads_may_use_names_for_the_first_time_at_once() -> None:
+    """Each of 20 processes has one thread for each name of a package whose modules import each other."""
+    code = """
+        import os, sys, threading, torch, fp8fn
+
+        def use(name, start, faults):
+            start.wait()
+            try:
+                getattr(fp8fn, name)
+            except Exception as error:
+                faults.append(f"{name}: {error!r}")
+
+        sys.setswitchinterval(1e-5)
+        for _ in range(20):
+            if os.fork():
+                assert os.wait()[1] == 0
+                continue
+            names = [name for name, module in fp8fn._LATER.items() if "checkpoint" in module] + ["checkpoint"]
+            start, faults = threading.Barrier(len(names)), []
+            threads = [threading.Thread(target=use, args=(name, start, faults)) for name in names]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            print(*faults, file=sys.stderr, flush=True)
+            os._exit(bool(faults))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+
+
 def test_type_checkers_read_the_imports_that_are_made_later() -> None:
     tree = ast.parse(Path(fp8fn.__file__).read_text(encoding="utf-8"))
     for_types = next(
