@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -21,21 +20,31 @@ def when_imported(module: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, once, as all other finders do, with a loader that calls a function behind theirs."""
+    """Finds one module as the finders behind it do, with a loader that calls a function behind theirs.
+
+    It stays where it is. Other threads may be importing: with one finder fewer they would pass over the next, and not
+    find their module. `importlib.util.find_spec` finds the module too, and imports nothing.
+    """
 
     def __init__(self, module: str, function: Callable[[], None]) -> None:
         self.module, self.function = module, function
+        self.called = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.module:
+        if fullname != self.module or self.called:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in behind if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.function)
+            spec.loader = _Loader(spec.loader, self.call)
         return spec
+
+    def call(self) -> None:
+        self.called = True
+        self.function()
 
 
 class _Loader(Loader):
