@@ -62,7 +62,9 @@ _LATER = {
 _MODULES_LATER = ("checkpoint", "distributed", "lowering", "plot")
 
 if TYPE_CHECKING:
+    from fp8fn import checkpoint as checkpoint  # by its own name, as `__all__` does not have it
     from fp8fn import distributed, plot
+    from fp8fn import lowering as lowering  # as above
     from fp8fn.checkpoint.format import CheckpointLayout
     from fp8fn.checkpoint.load import load_blockwise
     from fp8fn.lowering.explain import explain
