@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 __all__ = ["disable", "enable", "substitution"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        """Imports the module of the types of `explain` when it is first used."""
+        if name != "explanation":
+            raise AttributeError(f"module 'fp8fn.lowering' has no attribute {name!r}")
+        from importlib import import_module
+
+        return import_module("fp8fn.lowering.explanation")
 
 
 def substitution() -> AbstractContextManager[None]:

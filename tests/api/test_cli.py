@@ -355,6 +355,25 @@ def test_threads_may_use_names_for_the_first_time_at_once() -> None:
     assert process.returncode == 0, process.stderr
 
 
+def test_names_of_the_reference_are_there_after_the_import_alone() -> None:
+    """Each in a process of its own, where no other name has imported its module."""
+    reference = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    names = [line.removeprefix("::: ") for line in reference.splitlines() if line.startswith("::: ")]
+    assert {"fp8fn.lowering.explanation.Row", "fp8fn.weights.load.LoadedWeights"} <= set(names)
+    code = f"""
+        import functools, os, torch, fp8fn
+
+        for name in {names}:
+            if not os.fork():
+                functools.reduce(getattr, name.split(".")[1:], fp8fn)
+                os._exit(0)
+            assert os.wait()[1] == 0, name
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+
+
 def test_type_checkers_read_the_imports_that_are_made_later() -> None:
     tree = ast.parse(Path(fp8fn.__file__).read_text(encoding="utf-8"))
     for_types = next(
