@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from fp8fn.ops.layout import BLOCKS, WHOLE, Block, blocks_along, known_block, sw
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import Parts, along_k, by_cuda, check_operand, check_product, configure_cuda, foreign_types
+
+if TYPE_CHECKING:
+    from fp8fn.ops.triton.gemm_config import GemmConfig
 
 SCALED_GROUPED_MM_SCHEMA: Final = (
     "scaled_grouped_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
@@ -277,10 +280,10 @@ def _reference(product: ScaledProduct) -> tuple[Tensor]:
     return (reference.scaled_grouped_mm(a, b, product.group_ends, product.bias, out_dtype),)
 
 
-def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
+def _plan_triton(product: ScaledProduct, config: GemmConfig | None) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
 
-    return plan_scaled_grouped_mm(product)
+    return plan_scaled_grouped_mm(product, config)
 
 
 def _named(product: ScaledProduct) -> Named | None:

@@ -109,14 +109,18 @@ def _grouped_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
 
 
 def _expert_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
-    """The products of M tokens by experts `(N, K)`, by `EXPERT_GROUPS`; the weights' gradient is of lines of K."""
+    """The products of M tokens by experts `(N, K)`, by `EXPERT_GROUPS`; the weights' gradient is of lines of K.
+
+    On Hopper the experts of dgrad lie as those of the forward product.
+    """
     m, n, k = shape
     tokens = ceil_power_of_two(m)
     layouts = {"blockwise": ("rows", "tokens"), "blockwise_square": ("rows", "squares"), "rowwise": ("rowwise", None)}
     if wanted.recipe not in layouts:
         raise ValueError(f"--recipe {wanted.recipe}: products of groups are tuned for {', '.join(layouts)}")
     rows, summed = layouts[wanted.recipe]
-    sizes = {"forward": (rows, tokens, n, k), "dgrad": (rows, tokens, k, n), "wgrad": (summed, n, k, tokens)}
+    dgrad = "turned rows" if rows == "rows" and hopper_fault(wanted.target) is not None else rows
+    sizes = {"forward": (rows, tokens, n, k), "dgrad": (dgrad, tokens, k, n), "wgrad": (summed, n, k, tokens)}
     found = (sizes[product] for product in wanted.products)
     return tuple((*key, groups) for key in found if key[0] is not None for groups in EXPERT_GROUPS)
 

@@ -22,4 +22,5 @@ if not TYPE_CHECKING:
 
         return import_module(f"fp8fn.weights.{name}")
 
+
 __all__ = ["FP8Weight"]

@@ -15,13 +15,11 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fp8fn.ops.groups import ROWS, most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.mx_mm import has_lines, is_mx
 from fp8fn.ops.products import ROOM_FOR_A_ROW, ScaledProduct
-from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm_scaled import FORMATS
@@ -287,11 +285,10 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
     a_scale, b_scale = storage(a_scale), storage(b_scale)
     (m, k), n, groups = a.shape[-2:], b.shape[2], offsets.shape[0]
     formats = formats_of(product)
-    rows = ceil_div(m, ROOM_FOR_A_ROW) if masked else ceil_div(m, groups)
     if formats["A_FORMAT"] is not None:
-        tile, bk = _scaled_config(product, rows, k)
+        tile, bk = _scaled_config(product, _mean_rows(product), k)
     else:
-        tile = _rows_config(product, rows)
+        tile = config or configured(product)
         bk = min((size for size in (a_block[1], b_block[0]) if size != WHOLE), default=128)
     config = config or tile
     tiles_m = groups * ceil_div(m, config.BM) if masked else m // config.BM + groups + 1
@@ -333,7 +330,7 @@ def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
     if formats["A_FORMAT"] is not None:
         tile, bk = _scaled_config(product, m, k)
     else:
-        tile, bk = _k_config(a, b, spread, target), size
+        tile, bk = config or configured(product), size
     config = config or tile
     return TritonLaunch(
         kernel=grouped_k_mm,
@@ -378,19 +375,28 @@ def _scaled_config(product: ScaledProduct, m: int, k: int) -> tuple[GemmConfig, 
     return GemmConfig(of.BM, of.BN, of.num_warps, of.num_stages, of.GROUP, options=of.options), of.BK
 
 
-def _rows_config(product: ScaledProduct, rows: int) -> GemmConfig:
-    """The configuration of groups of `rows` in the mean; none spills (scaled_grouped_mm/test_triton.py)."""
+def configured(product: ScaledProduct) -> GemmConfig:
+    """The default where no instruction takes the scales; none spills (scaled_grouped_mm/test_triton.py)."""
+    return _rows_config(product) if product.b.data.dim() == 3 else _k_config(product)
+
+
+def _mean_rows(product: ScaledProduct) -> int:
+    """The rows of a group in the mean; of a batch with counts those that an expert is taken to have."""
+    return ceil_div(product.m, product.group_ends.shape[0] if product.counts is None else ROOM_FOR_A_ROW)
+
+
+def _rows_config(product: ScaledProduct) -> GemmConfig:
     a, b, out, target = product.a.data, product.b.data, product.out, product.target
-    config = choose_config(rows, b.shape[2], b.shape[1], target, aligned=is_aligned(a, b, out))
+    config = choose_config(_mean_rows(product), b.shape[2], b.shape[1], target, aligned=is_aligned(a, b, out))
     if b.stride(1) != 1 and target.arch in (89, 120) and config.BM == 64:
         # The weight is turned around in registers: 6 of them spill from a tile of 128 columns.
         return replace(config, BN=min(config.BN, 64))
     return config
 
 
-def _k_config(a: Tensor, b: Tensor, spread: bool, target: Target) -> GemmConfig:
-    """The configuration of groups along K; none spills (scaled_grouped_mm/test_triton.py)."""
-    m, n = a.shape[0], b.shape[1]
+def _k_config(product: ScaledProduct) -> GemmConfig:
+    (a, _, a_block), b, target = product.a, product.b.data, product.target
+    m, n, spread = product.m, product.n, a_block[1] != WHOLE
     config = choose_config(m, n, ROWS, target, aligned=spread or is_aligned(a, b, b))
     if spread and target.arch in GROUPED_K and m > 64:
         from fp8fn.ops.tuning.amd import config_of

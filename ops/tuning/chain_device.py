@@ -179,7 +179,7 @@ def _even_ends(tokens: int, groups: int, device: torch.device) -> Tensor:
 
 def _product_of_groups(problem: GroupsProblem, device: torch.device, target: Target) -> ScaledProduct:
     """Normal numbers in groups of equal sizes."""
-    (of_rows, a_block, b_block), dtype = LAYOUTS[problem.layout], native_e4m3(target)
+    (of_rows, a_block, b_block, _), dtype = LAYOUTS[problem.layout], native_e4m3(target)
     product = problem.product(device)
     offsets = _even_ends(problem.m if of_rows else problem.k, problem.groups, device)
     product.group_ends.copy_(offsets)

@@ -171,15 +171,22 @@ def _amd_fault(config: GemmConfig, layout: str, arch: str) -> str | None:
     options = dict(config.options)
     if arch == "gfx950" and options.get("kpack", 1) != 1:
         return "kpack has no effect on gfx950: the code is that of kpack=1"
-    lds, most = _lds(config), PROCESSORS[arch].lds
-    if lds > most:
-        return f"needs {lds} B of LDS, a workgroup has {most}"
-    return _spill_fault(config, layout, arch)
+    return memory_fault(config, arch) or _spill_fault(config, layout, arch)
 
 
 def _spill_fault(config: GemmConfig, layout: str, target: str) -> str | None:
     spills = _SPILLS.get((target, layout, config.code))
     return None if spills is None else f"spills {spills} registers"
+
+
+def memory_fault(config: GemmConfig, arch: int | str) -> str | None:
+    """Why a thread block of an architecture cannot keep the tiles of K of a configuration, or None."""
+    if arch in PROCESSORS:
+        lds, most = _lds(config), PROCESSORS[str(arch)].lds
+        return f"needs {lds} B of LDS, a workgroup has {most}" if lds > most else None
+    shared = config.num_stages * (config.BM + config.BN) * _BK
+    most = _SHARED.get(int(arch) // 10, min(_SHARED.values()))
+    return f"needs {shared} B of shared memory, a block has {most}" if shared > most else None
 
 
 def _lds(config: GemmConfig) -> int:
@@ -212,12 +219,12 @@ def _rate(processor: Processor) -> int:
 
 def _nvidia_rules(problem: TileProblem) -> list[Candidate]:
     """Tiles of 16 to 128 rows by 64 or 128 columns; no model knows these processors, so only limits prune."""
-    most, found = _SHARED.get(int(problem.target.arch) // 10, min(_SHARED.values())), []
+    found = []
     for bm, bn, warps, stages in combinations((16, 32, 64, 128), (64, 128), (4, 8), (2, 3, 4)):
-        shared, registers = stages * (bm + bn) * _BK, _LANE * 2 * bm * bn // (32 * warps * _LANE) + 64
-        reason = None
-        if shared > most:
-            reason = f"needs {shared} B of shared memory, a block has {most}"
+        config, registers = GemmConfig(bm, bn, warps, stages), _LANE * 2 * bm * bn // (32 * warps * _LANE) + 64
+        reason = memory_fault(config, problem.target.arch)
+        if reason is not None:
+            pass
         elif registers > _MOST_REGISTERS:
             reason = f"needs about {registers} registers a thread, a thread has {_MOST_REGISTERS}"
         elif bm * bn < 16 * 16 * warps:
@@ -226,6 +233,5 @@ def _nvidia_rules(problem: TileProblem) -> list[Candidate]:
             reason = f"half of the tile's rows are past M={problem.m}"
         elif hopper_fault(problem.target) is None and bm < 64 <= problem.m:
             reason = "wgmma multiplies 64 rows"
-        config = GemmConfig(bm, bn, warps, stages)
         found.append(Candidate("triton", config, reason or _spill_fault(config, problem.layout, problem.target.name)))
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from fp8fn.ops import grouped_gemm, reference
 from fp8fn.ops.layout import swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
-from fp8fn.ops.targets import SM90, Chip
+from fp8fn.ops.targets import SM90, Chip, Target, named_target, target_of_chip
 from fp8fn.ops.tuning import chain_device, grouped_mm_table, measured
 from fp8fn.ops.tuning.compare import geomean
 from fp8fn.ops.tuning.grouped_mm_table import FORM, LAYOUTS, GroupsProblem, key_of
@@ -26,8 +28,10 @@ from support.tuning import DriftingBench
 H100 = Chip("NVIDIA H100 80GB HBM3", 132)
 HOPPER = replace(SM90, multiprocessors=132)
 CPU = torch.device("cpu")
-SIZES = {"rows": (4096, 512, 1024), "rowwise": (4096, 512, 1024)}
+SIZES = {layout: (4096, 512, 1024) for layout, found in LAYOUTS.items() if found.of_rows}
 SUMMED = (512, 1024, 4096)
+ON_HOPPER = [layout for layout, found in LAYOUTS.items() if found.b_axis == "K"]
+OTHERS = ("gfx942", "gfx950", "sm89", "sm100", "sm120")
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +46,20 @@ def problem_of(layout: str, groups: int = 4) -> GroupsProblem:
     return GroupsProblem(layout, *SIZES.get(layout, SUMMED), groups, HOPPER)
 
 
-def tuned(layout: str, fastest: str) -> Any:
+def tuned(layout: str, fastest: str, chip: Chip = H100) -> Any:
     """The user's table after a sweep in which one candidate is the fastest."""
-    problem = problem_of(layout)
     key = (layout, *SIZES.get(layout, SUMMED), 4)
-    bench = DriftingBench(H100, lambda name: 100.0 if name == fastest else 150.0)
+    bench = DriftingBench(chip, lambda name: 100.0 if name == fastest else 150.0)
     assert tune_op.sweep(tune_op.OPS["scaled_grouped_mm"], [key], bench, {}).left == 0  # type: ignore[arg-type]
-    assert bench.asked == [problem]
-    return measured.users(FORM, H100).rows[key]
+    assert bench.asked == [replace_target(problem_of(layout), target_of_chip(chip))]
+    return measured.users(FORM, chip).rows[key]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def replace_target(problem: GroupsProblem, target: Target) -> GroupsProblem:
+    return problem._replace(target=target)
+
+
+@pytest.mark.parametrize("layout", ON_HOPPER)
 def test_what_is_tuned_is_what_the_dispatch_takes(layout: str) -> None:
     problem = problem_of(layout)
     product = replace(problem.product(), chip=H100)
@@ -75,7 +82,104 @@ def test_what_is_tuned_is_what_the_dispatch_takes(layout: str) -> None:
         assert SCALED_GROUPED_MM.choose(other).source != choice.source
 
 
+@pytest.mark.parametrize(
+    ("layout", "chip"),
+    [
+        ("rows", Chip("AMD Instinct MI300X", 304)), ("turned rows", Chip("NVIDIA B200", 148)),
+        ("tokens", Chip("NVIDIA L40S", 142)), ("squares of a", Chip("AMD Instinct MI355X", 256)),
+    ],
+)  # fmt: skip
+def test_elsewhere_the_kernel_in_triton_is_tuned(layout: str, chip: Chip) -> None:
+    target = target_of_chip(chip)
+    problem = replace_target(problem_of(layout), target)
+    product = replace(problem.product(), chip=chip)
+    assert key_of(product) == (layout, *SIZES.get(layout, SUMMED), 4)
+    before = SCALED_GROUPED_MM.choose(product)
+    assert (before.name, before.config) == ("triton", None)
+    timed = FORM.candidates(problem)["triton"]
+    assert len(set(timed)) == len(timed) > 10
+    (launch,) = before.plan(product)
+    assert candidate_name("triton", timed[0]) == grouped_mm_table.default(problem)
+    assert (launch.constexprs["BM"], launch.constexprs["BN"]) == (timed[0].BM, timed[0].BN)  # type: ignore[attr-defined]
+    wanted = next(config for config in timed if config.BM == 64 or config.BM == 256)
+    row = tuned(layout, candidate_name("triton", wanted), chip)
+    assert (row.kernel, row.config) == ("triton", wanted)
+    choice = SCALED_GROUPED_MM.choose(product)
+    assert (choice.config, choice.source) == (wanted, measured.user_path(FORM, chip).name)
+    (launch,) = choice.plan(product)
+    assert launch.constexprs["BM"] == wanted.BM  # type: ignore[attr-defined]
+    assert launch.options["num_warps"] == wanted.num_warps
+    other = "rows" if layout == "turned rows" else "tokens" if layout == "rows" else "squares"
+    odd = problem._replace(**({"k": 1040} if LAYOUTS[layout].of_rows else {"m": 528}))
+    for unlike in (
+        replace(replace_target(problem_of(other), target).product(), chip=chip),
+        replace(odd.product(), chip=chip),
+        replace(product, chip=Chip(chip.name, 8)),
+    ):
+        assert SCALED_GROUPED_MM.choose(unlike).config is None
+    with pytest.raises(ValueError, match=r"products are found by multiples of 128 alone"):
+        FORM.problem((layout, *odd[1:5]), chip)
+
+
+def codes(arch: str) -> Iterator[tuple[GroupsProblem, Any]]:
+    """A candidate for each machine code that is timed on an architecture."""
+    named, seen = named_target(arch), set()
+    assert named is not None
+    for layout in LAYOUTS:
+        problem = replace_target(problem_of(layout), named[1])
+        for config in FORM.candidates(problem)["triton"]:
+            if (layout, config.code) not in seen:
+                seen.add((layout, config.code))
+                yield problem, config
+
+
+def check_compiles(problem: GroupsProblem, config: Any) -> None:
+    from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
+
+    (launch,) = plan_scaled_grouped_mm(problem.product(), config)
+    used = launch.resources()
+    assert (used.spills, used.scratch) == (0, 0), launch.describe()
+
+
+@pytest.mark.parametrize("arch", ["sm89", "gfx950"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_candidates_in_triton_multiply(layout: str, arch: str) -> None:
+    """A tile of each size by the interpreter, with groups that end within tiles, and rows of none."""
+    pytest.importorskip("triton")
+    from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
+
+    named = named_target(arch)
+    assert named is not None
+    sizes = (600, 256, 256) if layout in SIZES else (256, 256, 600)
+    problem = GroupsProblem(layout, *sizes, 2, named[1])
+    product = chain_device._product_of_groups(problem, CPU, named[1])
+    if layout in SIZES:
+        product.group_ends.copy_(torch.tensor([130, 590]))
+    (expected,) = SCALED_GROUPED_MM.reference(product)
+    tiles = {(config.BM, config.BN): config for config in FORM.candidates(problem)["triton"]}
+    assert len(tiles) >= 5
+    for config in tiles.values():
+        product.out.fill_(torch.nan)
+        plan_scaled_grouped_mm(product, config)[0].interpret()
+        torch.testing.assert_close(product.out, expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("arch", OTHERS)
+def test_a_sample_of_the_candidates_compiles_without_spills(arch: str) -> None:
+    pytest.importorskip("triton")
+    for problem, config in random.Random(arch).sample(list(codes(arch)), 3):
+        check_compiles(problem, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", OTHERS)
+def test_all_candidates_compile_without_spills(arch: str) -> None:
+    pytest.importorskip("triton")
+    for problem, config in codes(arch):
+        check_compiles(problem, config)
+
+
+@pytest.mark.parametrize("layout", ON_HOPPER)
 @pytest.mark.parametrize("groups", [1, 4, 60])
 def test_tokens_up_to_a_power_of_two_have_one_row(layout: str, groups: int) -> None:
     m, n, k = SIZES.get(layout, SUMMED)
@@ -136,7 +240,7 @@ def test_the_gradients_products_are_among_the_layouts(
     stored = grouped_gemm.Gradients(torch.bfloat16, torch.bfloat16, column_major)
     grouped_gemm.rows_products((None, grad), ends, x, None, stored)
     name = "tokens" if not square else "squares" if column_major else "squares of a"
-    _, a_block, b_block = LAYOUTS[name]
+    _, a_block, b_block, _ = LAYOUTS[name]
     assert seen == [(a_block, b_block)] == [(swap((128, 1)) if name != "squares of a" else (128, 128), b_block)]
 
 
@@ -157,12 +261,12 @@ def test_a_row_of_an_unknown_product_is_refused() -> None:
     path = measured.user_path(FORM, H100)
     document = json.loads(path.read_text())
     document["rows"][0][0] = "columns"
-    with pytest.raises(ValueError, match=r"row 1 has 'columns' as product, which has to be one of rows, rowwise"):
+    with pytest.raises(ValueError, match=r"row 1 has 'columns' as product, which has to be one of rows, turned rows"):
         measured.parse(FORM, document)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ON_HOPPER)
 def test_the_bench_runs_each_candidate_on_a_gpu(layout: str, hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
     from fp8fn.ops.targets import chip_of
     from fp8fn.timing import clock_of

@@ -105,11 +105,6 @@ def test_names_of_configurations_are_read_back() -> None:
 def test_a_dry_run_needs_no_device_and_lists_all(arch: str, op: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = ["64,512,1024", *(["--op", op] if op else ["16384,4096,4096"])]  # bands of tiles are of large products
     argv = ["--arch", arch, "--dry-run", "--shapes", *shapes]
-    if arch != "sm90" and op == "scaled_grouped_mm":  # whose kernel in CUDA C++ is tuned alone
-        with pytest.raises(SystemExit):
-            tune.main(argv)
-        assert f"{op} has no kernel to tune on {arch}" in capsys.readouterr().err
-        return
     assert tune.main(argv) == 0
     heads, lines = [], []
     for line in capsys.readouterr().out.splitlines():
