@@ -12,20 +12,9 @@ from typing import Final
 
 import torch
 
-from fp8fn.checkpoint.files import shortened
-from fp8fn.checkpoint.format import (
-    TENSOR,
-    Contents,
-    Declared,
-    Format,
-    Json,
-    ScaleForm,
-    Scheme,
-    Schemes,
-    Spelling,
-    UnknownScheme,
-    modules,
-)
+from fp8fn.checkpoint.blocks import TENSOR
+from fp8fn.checkpoint.files import Json, modules, shortened
+from fp8fn.checkpoint.format import Contents, Declared, Format, ScaleForm, Scheme, Schemes, Spelling, UnknownScheme
 
 LAYERS: Final = "_quantization_metadata"  # the key of the metadata that names the layers
 _FORMATS: Final = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}

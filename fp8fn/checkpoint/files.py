@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+
+Json: TypeAlias = Mapping[str, Any]
 
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 # A model's name on the Hugging Face Hub, which users may pass in place of a folder.
@@ -214,3 +216,8 @@ def open_all(checkpoint: Checkpoint) -> dict[str, Shard]:
             if name not in checkpoint.weight_map:
                 raise ValueError(f"{shard.path}: tensor {name!r} is not in the index {checkpoint.index}")
     return owners
+
+
+def modules(weights: Sequence[str]) -> list[str]:
+    """The modules that hold these weights; a parameter of another name than `weight` stands for itself."""
+    return [name.removesuffix(".weight") for name in weights]

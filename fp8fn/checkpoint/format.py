@@ -9,23 +9,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fp8fn.checkpoint.blocks import TENSOR
+from fp8fn.checkpoint.files import Json
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import WHOLE, Block, scale_shape, swap
 from fp8fn.ops.recipe import Recipe
-
-TENSOR: Final[Block] = (WHOLE, WHOLE)
-CHANNEL: Final[Block] = (1, WHOLE)
-SQUARE: Final[Block] = (128, 128)
-GROUP: Final[Block] = (1, 128)
-MX: Final[Block] = (1, 32)
-E4M3: Final = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-
-Json: TypeAlias = Mapping[str, Any]
 
 
 class UnknownScheme(ValueError):
@@ -184,11 +177,6 @@ class Contents:
 
 
 Schemes: TypeAlias = Callable[[str, Sequence[int]], Scheme]
-
-
-def modules(weights: Sequence[str]) -> list[str]:
-    """The modules that hold these weights; a parameter of another name than `weight` stands for itself."""
-    return [name.removesuffix(".weight") for name in weights]
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,18 @@ from typing import Any, Final
 
 import torch
 
-from fp8fn.checkpoint.files import shortened
+from fp8fn.checkpoint.blocks import E4M3, GROUP, MX, SQUARE, TENSOR
+from fp8fn.checkpoint.files import Json, modules, shortened
 from fp8fn.checkpoint.format import (
-    E4M3,
-    GROUP,
-    MX,
-    SQUARE,
-    TENSOR,
     Activations,
     Contents,
     Declared,
     Format,
-    Json,
     ScaleForm,
     Scheme,
     Schemes,
     Spelling,
     UnknownScheme,
-    modules,
 )
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import BLOCKS, WHOLE, Block, known_block

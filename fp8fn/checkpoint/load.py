@@ -15,10 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fp8fn.checkpoint.blocks import SQUARE, TENSOR
 from fp8fn.checkpoint.files import Shard, find, open_all
 from fp8fn.checkpoint.format import (
-    SQUARE,
-    TENSOR,
     Activations,
     CheckpointLayout,
     Format,

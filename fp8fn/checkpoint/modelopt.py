@@ -7,25 +7,19 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fp8fn.checkpoint.files import shortened
+from fp8fn.checkpoint.blocks import CHANNEL, E4M3, MX, SQUARE, TENSOR
+from fp8fn.checkpoint.files import Json, modules, shortened
 from fp8fn.checkpoint.format import (
-    CHANNEL,
-    E4M3,
-    MX,
-    SQUARE,
-    TENSOR,
     Activations,
     Contents,
     Declared,
     Format,
-    Json,
     ScaleForm,
     Scheme,
     Schemes,
     Spelling,
     UnknownScheme,
     WeightLayout,
-    modules,
 )
 from fp8fn.ops.layout import Block
 

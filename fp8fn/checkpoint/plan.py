@@ -9,7 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.checkpoint.format import MX, TENSOR, Activations, Contents, Format, Json, WeightLayout, shapes
+from fp8fn.checkpoint.blocks import MX, TENSOR
+from fp8fn.checkpoint.files import Json
+from fp8fn.checkpoint.format import Activations, Contents, Format, WeightLayout, shapes
 from fp8fn.checkpoint.formats import FORMATS
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import Block

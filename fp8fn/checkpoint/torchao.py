@@ -12,26 +12,19 @@ from typing import Any, Final
 
 import torch
 
-from fp8fn.checkpoint.files import shortened
+from fp8fn.checkpoint.blocks import CHANNEL, E4M3, GROUP, MX, SQUARE, TENSOR
+from fp8fn.checkpoint.files import Json, modules, shortened
 from fp8fn.checkpoint.format import (
-    CHANNEL,
-    E4M3,
-    GROUP,
-    MX,
-    SQUARE,
-    TENSOR,
     Activations,
     Contents,
     Declared,
     Format,
-    Json,
     ScaleForm,
     Scheme,
     Schemes,
     Spelling,
     UnknownScheme,
     WeightLayout,
-    modules,
 )
 from fp8fn.ops.layout import WHOLE, Block, known_block
 

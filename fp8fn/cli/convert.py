@@ -33,8 +33,9 @@ from typing import Any, BinaryIO, Final, Literal
 import torch
 from torch import Tensor
 
-from fp8fn.checkpoint.files import Checkpoint, Shard, find, read_json
-from fp8fn.checkpoint.format import SQUARE, CheckpointLayout, Format, Json, WeightLayout
+from fp8fn.checkpoint.blocks import SQUARE
+from fp8fn.checkpoint.files import Checkpoint, Json, Shard, find, read_json
+from fp8fn.checkpoint.format import CheckpointLayout, Format, WeightLayout
 from fp8fn.checkpoint.format import Contents as Declarable
 from fp8fn.checkpoint.formats import FORMATS, drop_declarations
 from fp8fn.checkpoint.load import Contents, Entry, read_contents

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8fn.arguments import checked
-from fp8fn.checkpoint.files import DTYPES, read_json
-from fp8fn.checkpoint.format import CheckpointLayout, Contents, Format, Json, WeightLayout
+from fp8fn.checkpoint.files import DTYPES, Json, read_json
+from fp8fn.checkpoint.format import CheckpointLayout, Contents, Format, WeightLayout
 from fp8fn.checkpoint.formats import FORMATS, drop_declarations
 from fp8fn.checkpoint.plan import check_names, declaration, new_layout, stored_scale
 from fp8fn.checkpoint.write import write_file
