@@ -24,6 +24,7 @@ from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.sharded import local_of
 from fp8fn.site import Where, check_where
 from fp8fn.weights.form import block_by_dimension, bytes_of
+from fp8fn.weights.fp8_weight import is_gathered
 from fp8fn.weights.parts import placed_as
 from fp8fn.weights.quantize import (
     QuantizedWeights,
@@ -362,7 +363,10 @@ def _sharded(model: nn.Module) -> Iterator[_Placed]:
     That is, for example, a root's own weights after a forward without a backward.
     """
     modules = [(module, _WRAPPED.get(module, {})) for module in model.modules()]
-    if any(not isinstance(module._parameters.get(name), DTensor) for module, forms in modules for name in forms):
+    # Copies of a model are not in `_WRAPPED`, and a gathered weight that tensor parallelism cuts is a DTensor.
+    held = any(is_gathered(local_of(each)) for module, _ in modules for each in module._parameters.values())
+    plain = any(not isinstance(module._parameters.get(name), DTensor) for module, forms in modules for name in forms)
+    if held or plain:
         for module, _ in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()

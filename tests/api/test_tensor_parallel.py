@@ -300,6 +300,25 @@ def _gathered_within_a_block() -> None:
             update_scales(layer)
 
 
+def _evaluated() -> None:
+    """After a forward without a backward FSDP holds the root's weights, as DTensors here: they are quantized anew."""
+    model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
+    mesh = init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": torch_styles.ColwiseParallel(), "1": torch_styles.RowwiseParallel()}
+    torch_styles.parallelize_module(model, mesh["tp"], plan)
+    assert len(gather_fp8(model).quantized) == 2
+    fully_shard(model, mesh=mesh["dp"])
+    parameters, x = list(model.parameters()), drawn(8, 256, seed=1)
+    update_scales(model)
+    with torch.no_grad():
+        before = model(x)
+        for parameter in parameters:
+            parameter.mul_(2)
+    update_scales(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), 4 * before)
+
+
 def _of_two() -> None:
     _styles("torch", local_loss=False)
     _styles("torch", local_loss=True)
@@ -311,6 +330,7 @@ def _of_two() -> None:
     _wire()
     _two_dimensions(1)
     _gathered_within_a_block()
+    _evaluated()
 
 
 def _of_four() -> None:

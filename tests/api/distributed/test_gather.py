@@ -342,22 +342,23 @@ def _captured_update() -> None:
 
 def _evaluated() -> None:
     """After a forward without a backward FSDP holds the root's own weights: they are quantized anew all the same."""
-    model = nn.Sequential(*_model(304), nn.Linear(256, 256, bias=False))
-    gather_fp8(model)
-    for block in model[:2]:
-        fully_shard(block)
-    fully_shard(model)
-    parameters = list(model.parameters())
-    update_scales(model)
-    with torch.no_grad():
-        model(_tokens(0, 0))
-        assert isinstance(model[2].weight, FP8Weight)
-        for parameter in parameters:
-            parameter.mul_(2)
-    update_scales(model)
-    masters = [parameter.to_local() for parameter in parameters if parameter.ndim == 2]  # type: ignore[attr-defined]
-    assert len(masters) == 5
-    assert all(master.is_current for master in masters)
+    prepared = nn.Sequential(*_model(304), nn.Linear(256, 256, bias=False))
+    gather_fp8(prepared)
+    for model in (prepared, copy.deepcopy(prepared)):
+        for block in model[:2]:
+            fully_shard(block)
+        fully_shard(model)
+        parameters = list(model.parameters())
+        update_scales(model)
+        with torch.no_grad():
+            model(_tokens(0, 0))
+            assert isinstance(model[2].weight, FP8Weight)
+            for parameter in parameters:
+                parameter.mul_(2)
+        update_scales(model)
+        masters = [each.to_local() for each in parameters if each.ndim == 2]  # type: ignore[attr-defined]
+        assert len(masters) == 5
+        assert all(master.is_current for master in masters)
 
 
 def _loaded_after_a_capture() -> None:
