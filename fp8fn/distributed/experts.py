@@ -65,8 +65,8 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
 
     Raises:
         TypeError: `x` is not bfloat16, float16 or float32, or `counts` is no tensor.
-        ValueError: E is no multiple of the ranks, or T exceeds `capacity`; on all ranks, `counts` of one do not sum to
-            T, or it would receive too many rows.
+        ValueError: `x` has not two dimensions, E is no multiple of the ranks, or T exceeds `capacity`; on all ranks,
+            `counts` of one do not sum to T, or it would receive too many rows.
 
     Example:
         >>> import torch.distributed as dist
@@ -77,6 +77,8 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
         >>> dist.destroy_process_group()
     """
     group = dist.group.WORLD if group is None else group
+    if x.ndim != 2:  # which `arguments.matrix` allows
+        raise ValueError(f"dispatch: x has shape {tuple(x.shape)}; it must be (T, K)")
     routing = _routing(x, counts, group) if capacity is None else _within(x, counts, group, capacity)
     rows: Tensor = levels.apply(_Dispatch, x, routing.exchange)
     return rows, routing

@@ -94,6 +94,9 @@ def _errors(rank: int) -> None:
         dispatch(same, torch.tensor([4, 0, 0, rank]))
     with pytest.raises(ValueError, match="a multiple of the 2 ranks"):
         dispatch(same, torch.tensor([4, 0, 0]))
+    for capacity in (None, 4):
+        with pytest.raises(ValueError, match=r"dispatch: x has shape \(1, 4, 300\); it must be \(T, K\)"):
+            dispatch(same[None], torch.tensor([1, 0, 0, 0]), capacity=capacity)
     with pytest.raises(ValueError, match="x has 4 rows, and capacity is 3"):
         dispatch(same, torch.tensor([4, 0, 0, 0]), capacity=3)
 
