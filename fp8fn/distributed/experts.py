@@ -40,7 +40,20 @@ class Routing:
     exchange: Exchange
 
 
-@checked(x=arguments.matrix, counts=arguments.tensor)
+def _check_group(op: str, name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, dist.ProcessGroup):
+        raise TypeError(
+            f"{op}: {name} is {value!r:.40}; pass a ProcessGroup that has this rank, as mesh.get_group() gives it, or "
+            "None for all ranks"
+        )
+
+
+def _check_routing(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Routing):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass the Routing that dispatch returned")
+
+
+@checked(x=arguments.matrix, counts=arguments.tensor, group=_check_group)
 def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | None = None) -> tuple[Tensor, Routing]:
     """Sends rows to the ranks of their experts as FP8 bytes and scales.
 
@@ -64,9 +77,9 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
         The received rows by expert, in the type of `x`, and the `Routing` for `combine`.
 
     Raises:
-        TypeError: `x` is not bfloat16, float16 or float32, or `counts` is no tensor.
-        ValueError: `x` has not two dimensions, E is no multiple of the ranks, or T exceeds `capacity`; on all ranks,
-            `counts` of one do not sum to T, or it would receive too many rows.
+        TypeError: `x`, `counts` or `group` has a wrong type.
+        ValueError: E is no multiple of the ranks, or T exceeds `capacity`; on all ranks, `counts` of one do not sum to
+            T, or it would receive too many rows.
 
     Example:
         >>> import torch.distributed as dist
@@ -84,7 +97,7 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
     return rows, routing
 
 
-@checked(y=arguments.matrix)
+@checked(y=arguments.matrix, routing=_check_routing)
 def combine(y: Tensor, routing: Routing) -> Tensor:
     """Sends the experts' results back to the rows' ranks, in their own type; the backward sends gradients in FP8.
 
@@ -99,7 +112,7 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
         A tensor of the type of `y`.
 
     Raises:
-        TypeError: `y` is not bfloat16, float16 or float32.
+        TypeError: `y` is not bfloat16, float16 or float32, or `routing` is no `Routing`.
         ValueError: `y` has another number of rows.
 
     Example:

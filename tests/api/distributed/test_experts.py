@@ -84,6 +84,11 @@ def _errors(rank: int) -> None:
     _, routing = dispatch(same, torch.tensor([4, 0, 0, 0]))
     with pytest.raises(ValueError, match="combine: y has 1 rows, and dispatch returned"):
         combine(torch.zeros(1, N), routing)
+    with pytest.raises(TypeError, match="combine: routing is a tuple; pass the Routing that dispatch returned"):
+        combine(same, (same, routing))  # type: ignore[arg-type]
+    for group in ("world", dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(TypeError, match=r"dispatch: group is .*; pass a ProcessGroup that has this rank"):
+            dispatch(same, torch.tensor([4, 0, 0, 0]), group)
     with pytest.raises(TypeError, match="combine: y has dtype"):
         combine(torch.zeros(routing.exchange.rows, N).to(torch.float8_e4m3fn), routing)
     with pytest.raises(ValueError, match=r"combine: y has shape \(\d+, 2, 128\)"):
