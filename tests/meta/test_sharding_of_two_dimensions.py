@@ -1,4 +1,4 @@
-"""Quantizers of DTensors on a mesh of two dimensions, in one process, against one call on whole tensors."""
+"""DTensors on a mesh of two dimensions, in one process, against one call on whole tensors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from itertools import product
 import pytest
 import torch
 
+import fp8fn
 from fp8fn.ops.layout import BLOCKS, Block
-from support.accuracy import differing
+from support.accuracy import differing, snr
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from support.ranks import Ranks, gathered, ranks_in_one_process, sharded
 
@@ -39,3 +40,30 @@ def test_quantizers_give_the_same_bits(ranks: Ranks, shape: tuple[int, int], blo
             for one, other in zip(found, expected, strict=True):
                 assert one.shape == other.shape
                 assert differing(gathered(one).contiguous(), other.contiguous()) == 0
+
+
+# Of x, of w and of the result, on either dimension of the mesh.
+PLACEMENTS = {
+    "rows": (Shard(0), Replicate(), Shard(0)),
+    "columns": (Replicate(), Shard(0), Shard(1)),
+    "sums": (Shard(1), Shard(1), Partial()),
+    "whole": (Replicate(), Replicate(), Replicate()),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [*product(PLACEMENTS, repeat=2)])
+def test_linear_by_one_recipe_after_another(ranks: Ranks, first: str, second: str) -> None:
+    """Forward and backward: a rule of the recipe before would cut blocks of the next."""
+    x, w, grad = torch.randn(512, 512), torch.randn(512, 512), torch.randn(512, 512)
+    of_x, of_w, of_y = zip(PLACEMENTS[first], PLACEMENTS[second], strict=True)
+    for recipe in ("blockwise", "rowwise", "tensorwise", "mxfp8", "blockwise_square"):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        expected = fp8fn.linear(*leaves, recipe=recipe)
+        expected.backward(grad)
+        with ranks.mode:
+            cut = [sharded(t, ranks.mesh, *places).requires_grad_() for t, places in ((x, of_x), (w, of_w))]
+            y = fp8fn.linear(*cut, recipe=recipe)
+            assert y.placements == of_y
+            y.backward(sharded(grad, ranks.mesh, *(Replicate() if p == Partial() else p for p in of_y)))
+            for one, other in ((y, expected), (cut[0].grad, leaves[0].grad), (cut[1].grad, leaves[1].grad)):
+                assert snr(gathered(one.detach()), other.detach()) >= 130
