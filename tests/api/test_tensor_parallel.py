@@ -237,7 +237,7 @@ def _wire() -> None:
         assert 0 < gathered["fp8fn"] < 0.55 * in_16_bits
 
 
-def _two_dimensions(replicas: int, *, fp8_wire: str = "", compiled: str = "") -> None:
+def _two_dimensions(replicas: int, *, kind: str = "torch", fp8_wire: str = "", compiled: str = "") -> None:
     """FSDP2 beside tensor parallelism, before or after which weights are prepared for a gather in FP8.
 
     All ranks of FSDP2 have one batch, whose gradients their mean is.
@@ -251,7 +251,7 @@ def _two_dimensions(replicas: int, *, fp8_wire: str = "", compiled: str = "") ->
     model: Any = _plain() if compiled else _model()
     if fp8_wire == "before":
         assert len(gather_fp8(model.block, recipe="blockwise_pow2").quantized) == 7
-    _parallel(model, mesh["tp"], torch_styles, local_loss=False)
+    _parallel(model, mesh["tp"], PLANS[kind], local_loss=False)
     if compiled:
         _compile(model, compiled)
     if fp8_wire == "after":
@@ -345,6 +345,13 @@ def _of_four() -> None:
     _two_dimensions(2, fp8_wire="after", compiled="blocks")
 
 
+def _own_styles_of_four() -> None:
+    _styles("fp8fn", local_loss=True, compiled="apart")
+    _styles("fp8fn", local_loss=True, compiled="whole")
+    _two_dimensions(2, kind="fp8fn", fp8_wire="before")
+    _two_dimensions(2, kind="fp8fn", fp8_wire="after", compiled="apart")
+
+
 def _run(rank: int, device: str, store: str, cases: Callable[[], None], ranks: int) -> None:
     with process_group(device, rank, ranks, store):
         cases()
@@ -352,7 +359,9 @@ def _run(rank: int, device: str, store: str, cases: Callable[[], None], ranks: i
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
-@pytest.mark.parametrize(("cases", "ranks"), [(_of_two, 2), (_of_four, 4)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    ("cases", "ranks"), [(_of_two, 2), (_of_four, 4), (_own_styles_of_four, 4)], ids=["two", "four", "four by fp8fn's"]
+)
 @DEVICES
 def test_processes(device: str, cases: Callable[[], None], ranks: int, tmp_path: Path) -> None:
     skip_without(device, ranks)
