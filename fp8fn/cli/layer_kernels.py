@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8fn.ops import mx_mm
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.kernel import Dispatch
+from fp8fn.ops.kernel import Choice, Dispatch
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_square, scale_shape, swap
 from fp8fn.ops.operand import Quantized
@@ -75,7 +75,7 @@ def launches_of(shapes: Sequence[Shape], setting: LayerSetting) -> Iterator[Laun
         yield from _quantizers(shape, setting)
     recipe = setting.recipe
     problems = (problem for shape in shapes for problem in _problems(shape, setting).values())
-    if _on_hopper(setting.target) and all(_language(*problem) == "triton" for problem in problems):
+    if _on_hopper(setting.target) and all(_language(_choice(*problem)) == "triton" for problem in problems):
         raise ValueError(
             f"no kernel in CUDA C++ multiplies blocks {recipe.activation_block} by {recipe.weight_block} of these "
             "sizes; use blockwise, rowwise or tensorwise"
@@ -201,14 +201,16 @@ def _fused_quantizers(x: Quantization, setting: LayerSetting) -> Iterator[Launch
 
 def _launches(dispatch: Dispatch, operands: Any) -> tuple[Launch, ...]:
     """The launches of an op, or none where the kernel that is chosen is in another language than the target's."""
-    if _language(dispatch, operands) != ("cuda" if _on_hopper(operands.target) else "triton"):
-        return ()
-    return tuple(dispatch.choose(operands).plan(operands))
+    choice = _choice(dispatch, operands)
+    language = "cuda" if _on_hopper(operands.target) else "triton"
+    return tuple(choice.plan(operands)) if choice is not None and _language(choice) == language else ()
 
 
-def _language(dispatch: Dispatch, operands: Any) -> str | None:
-    """What compiles the kernel that serves an op, or the name of the library that does; None where nothing does."""
-    if dispatch.unserved(operands) is not None:
-        return None
-    kernel = dispatch.choose(operands).kernel
-    return None if kernel is None else kernel.backend
+def _choice(dispatch: Dispatch, operands: Any) -> Choice | None:
+    """The kernel for operands; None where no kernel serves the op."""
+    return dispatch.choose(operands) if dispatch.unserved(operands) is None else None
+
+
+def _language(choice: Choice | None) -> str | None:
+    """What compiles the kernel of a choice, or the name of its library; None where there is none."""
+    return None if choice is None or choice.kernel is None else choice.kernel.backend

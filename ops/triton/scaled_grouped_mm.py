@@ -288,7 +288,7 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
     if formats["A_FORMAT"] is not None:
         tile, bk = _scaled_config(product, _mean_rows(product), k)
     else:
-        tile = config or configured(product)
+        tile = configured(product)
         bk = min((size for size in (a_block[1], b_block[0]) if size != WHOLE), default=128)
     config = config or tile
     tiles_m = groups * ceil_div(m, config.BM) if masked else m // config.BM + groups + 1
@@ -330,7 +330,7 @@ def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
     if formats["A_FORMAT"] is not None:
         tile, bk = _scaled_config(product, m, k)
     else:
-        tile, bk = config or configured(product), size
+        tile, bk = configured(product), size
     config = config or tile
     return TritonLaunch(
         kernel=grouped_k_mm,

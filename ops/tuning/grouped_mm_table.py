@@ -40,8 +40,8 @@ class Layout(NamedTuple):
 
 
 # By the name in a table. One result of experts in squares serves both axes but on Hopper: for dgrad they are "turned".
-# The gradient of weights in lines of K, as `nn.Parameter`s of (E, N, K) are, is the transpose
-# of gradients by tokens: there the squares of tokens are b's.
+# The gradient of weights in lines of K, as `nn.Parameter`s of (E, N, K) are, is the transpose of gradients by tokens:
+# there the squares of tokens are b's.
 LAYOUTS: Final[Mapping[str, Layout]] = {
     "rows": Layout(True, (1, ROWS), (ROWS, ROWS)),
     "turned rows": Layout(True, (1, ROWS), (ROWS, ROWS), "N"),
@@ -221,12 +221,13 @@ def key_of(product: ScaledProduct) -> Key | None:
     The extent of the spread layout tells the tokens in whole units, where they are summed over.
     """
     of_rows, groups = product.b.data.ndim == 3, product.group_ends.shape[0]
-    axis = "N" if of_rows and product.b.data.stride(-2) != 1 else "K"
+    on_hopper = hopper_fault(product.target) is None  # where experts are laid along K before they are multiplied
+    axis = "N" if of_rows and not on_hopper and product.b.data.stride(-2) != 1 else "K"
     blocks = Layout(of_rows, product.a.block, product.b.block, axis)
     layout = next((name for name, known in LAYOUTS.items() if known == blocks), None)
     if layout is None or not product.out.numel() or not product.k:
         return None
-    if hopper_fault(product.target) is not None and not _is_even(layout, product):
+    if not on_hopper and not _is_even(layout, product):
         return None
     if of_rows:
         return layout, ceil_power_of_two(product.m), product.n, product.k, groups

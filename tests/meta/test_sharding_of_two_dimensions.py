@@ -42,7 +42,7 @@ def test_quantizers_give_the_same_bits(ranks: Ranks, shape: tuple[int, int], blo
                 assert differing(gathered(one).contiguous(), other.contiguous()) == 0
 
 
-# Of x, of w and of the result, on either dimension of the mesh.
+# The placements of x, of w and of the result, on either dimension of the mesh.
 PLACEMENTS = {
     "rows": (Shard(0), Replicate(), Shard(0)),
     "columns": (Replicate(), Shard(0), Shard(1)),

@@ -195,7 +195,7 @@ _KERNELS = {
 
 
 def _launches_of_calls(shape: tuple[int, int, int], recipe: str, target: Target) -> list[Any]:
-    """What a layer's forward and backward launch on the target, by the ops that they call."""
+    """The launches of a layer's forward and backward on the target, by the ops that they call."""
     m, n, k = shape
     x, w = (torch.randn(rows, k, dtype=torch.bfloat16, requires_grad=True) for rows in (m, n))
     launches: list[Any] = []
@@ -233,24 +233,31 @@ def test_aot_fills_the_cache_that_a_call_in_triton_reads(
     argv = ["aot", "--arch", arch, "--shapes", "512,1024,256", "--recipe", recipe]
     assert cli.main(argv) == 0
     folders = {path.name for path in tmp_path.iterdir()}
-    _, target = aot.chip_and_target(arch)
+    chip, target = aot.chip_and_target(arch)
     assert (
         f"{len(folders)} kernels, {len(folders)} compiled now, 0 there before, in {tmp_path}" in capsys.readouterr().out
     )
     assert cli.main(argv) == 0
     assert f"{len(folders)} kernels, 0 compiled now, {len(folders)} there before" in capsys.readouterr().out
 
-    launches = _launches_of_calls((512, 1024, 256), recipe, target)
     monkeypatch.setattr(runtime.driver, "_active", _Driver(target))
-    found = set()
-    for launch in launches:
-        launch.kernel.device_caches.clear()
-        args = (*launch.args.values(), *launch.constexprs.values())
-        compiled = launch.kernel.run(*args, grid=launch.grid, warmup=True, **launch.options)
-        launch.kernel.device_caches.clear()
-        found.add(Path(get_cache_manager(compiled.hash).cache_dir).name)
-    assert found <= folders == {path.name for path in tmp_path.iterdir()}, "what training runs was compiled before"
-    assert {"mm" in launch.name for launch in launches} == {True, False}
+
+    def read(launches: list[Any]) -> set[str]:
+        """The folders that calls of the launches read."""
+        found = set()
+        for launch in launches:
+            launch.kernel.device_caches.clear()
+            args = (*launch.args.values(), *launch.constexprs.values())
+            compiled = launch.kernel.run(*args, grid=launch.grid, warmup=True, **launch.options)
+            launch.kernel.device_caches.clear()
+            found.add(Path(get_cache_manager(compiled.hash).cache_dir).name)
+        assert {"mm" in launch.name for launch in launches} == {True, False}
+        return found
+
+    setting = LayerSetting(parse_recipe(recipe), torch.bfloat16, target, chip)
+    assert read(list(launches_of(((512, 1024, 256),), setting))) == folders
+    assert read(_launches_of_calls((512, 1024, 256), recipe, target)) <= folders
+    assert folders == {path.name for path in tmp_path.iterdir()}
 
 
 def test_what_the_target_takes_natively(cache: Path) -> None:
@@ -271,7 +278,7 @@ def test_what_the_target_takes_natively(cache: Path) -> None:
         (("--model", "no_such_module:f"), "No module named 'no_such_module'"),
         (("--model", "json:nothing_of_it"), "has no attribute 'nothing_of_it'"),
         (("--model", f"{__name__}:nothing"), "returned int; it must return (model, args)"),
-        (("--shapes", "128,128,128", "--recipe", "mxfp8"), "multiplies blocks (1, 32) by (32, 1) of these sizes"),
+        (("--shapes", "128,128,128", "--recipe", "mxfp8"), "use blockwise, rowwise or tensorwise"),
         (("--shapes", "128,128,128", "--arch", "sm80"), "'sm80' is no processor to compile for; choose gfx942"),
         (("--arch", "b200"), "one of the arguments --shapes --suite --model is required"),
         (("--shapes", "128,128,128", "--arch", "b200", "--out", "."), "--out writes kernels for Hopper alone"),
