@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.ops import reference
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
 from fp8fn.ops.groups import ROWS, STEP, spread_blocks, spread_rows
 from fp8fn.ops.layout import WHOLE, moved
+from fp8fn.ops.torch_private.core import pytree
 from fp8fn.scaled_tensor import check_device, check_parts
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.ops.formats import SCALE_DTYPES, fp8_max, short_name
 from fp8fn.ops.layout import Block, known_block, moved, swap, unknown_block
 from fp8fn.ops.scaled_mm import check_operand
+from fp8fn.ops.torch_private.core import pytree
 from fp8fn.ops.values import can_be_read
 
 # Codes are counted for this many elements at a time: `bincount` needs eight bytes for each.

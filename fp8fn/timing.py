@@ -16,6 +16,8 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from fp8fn.ops.torch_private.core import spin_gpu
+
 Call: TypeAlias = Callable[[], Any]
 Flush: TypeAlias = Literal["writes", "reads"]
 Key = TypeVar("Key")
@@ -125,7 +127,7 @@ class GpuClock:
     def samples(self, call: Call, repeats: int, lead_us: float, flush: Flush = "writes") -> list[float]:
         empty = self._buffer.zero_ if flush == "writes" else self._buffer.sum
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 1)]
-        torch.cuda._sleep(int(lead_us * _CYCLES_PER_US))
+        spin_gpu(int(lead_us * _CYCLES_PER_US))
         for start, end in events:
             empty()
             start.record()

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn import arguments
 from fp8fn.contraction import Product, as_product
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.ops.sharded import plain_of
+from fp8fn.ops.torch_private.core import is_traceable_wrapper_subclass, linear
 from fp8fn.site import Site, Where, check_where, why_not
 from fp8fn.weights.fp8_weight import is_gathered
 
@@ -194,7 +194,7 @@ def _contracted(op: str, a: Tensor, b: Tensor, product: Product) -> _Call | None
 # The reader of each PyTorch product's arguments. The readers' parameters have PyTorch's names.
 _CALLS: Final[Mapping[Any, Callable[..., _Call | None]]] = {
     F.linear: _linear,
-    torch._C._nn.linear: _linear,
+    linear: _linear,
     torch.matmul: _matmul,
     torch.linalg.matmul: _matmul,
     torch.Tensor.matmul: _matmul,

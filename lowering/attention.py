@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import SymInt, Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node, Proxy
 from torch.overrides import TorchFunctionMode
+
+from fp8fn.ops.torch_private.core import FakeTensor, pytree
 
 _log = logging.getLogger("fp8fn")
 

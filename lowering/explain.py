@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn import arguments
 from fp8fn.lowering import find_grouped
@@ -32,6 +31,7 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.targets import Chip
+from fp8fn.ops.torch_private.core import is_traceable_wrapper_subclass
 from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match
 
 _LOG = logging.getLogger("fp8fn")

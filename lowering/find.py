@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -18,9 +17,10 @@ from fp8fn.lowering import attention, find_grouped
 from fp8fn.lowering.find_grouped import Groups
 from fp8fn.lowering.graph.nodes import source_of, tensor_of, value
 from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
+from fp8fn.ops.torch_private.core import linear, pytree
 from fp8fn.site import Site
 
-_LINEAR: Final = (F.linear, torch._C._nn.linear)
+_LINEAR: Final = (F.linear, linear)
 _MATMUL: Final = (torch.matmul, operator.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm)
 _MATMUL_METHODS: Final = ("matmul", "mm", "bmm", "__matmul__")
 _ADDMM: Final = (torch.addmm, torch.Tensor.addmm)

@@ -14,11 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.sharded import plain_of
+from fp8fn.ops.torch_private.core import is_traceable_wrapper_subclass
 from fp8fn.weights import FP8Weight
 from fp8fn.weights.fp8_weight import is_gathered
 

@@ -17,6 +17,7 @@ from fp8fn.lowering.operand_statistics import UNDERFLOW, Statistics, statistics_
 from fp8fn.lowering.recipe_pass import Decision
 from fp8fn.ops.monitor import State
 from fp8fn.ops.statistics import OPERANDS, Column
+from fp8fn.ops.torch_private.core import graph_task, saving_hooks
 
 _LOG: Final = logging.getLogger("fp8fn")
 _order: Final = itertools.count(1)
@@ -112,8 +113,8 @@ def _computed_again() -> bool:
 
     A reentrant checkpoint saves nothing by hooks, and its only call with gradients is the one in the backward.
     """
-    saving = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return saving is not None and torch._C._current_graph_task_id() != -1
+    saving = saving_hooks(False)
+    return saving is not None and graph_task() != -1
 
 
 class WatchedGraph:

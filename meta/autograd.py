@@ -16,6 +16,7 @@ from fp8fn.ops.layout import Block, is_column_major, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.scaled_mm import broadcast_batch
+from fp8fn.ops.torch_private.core import DispatchKeySet, SingleLevelFunction
 
 
 def gemm(
@@ -48,7 +49,7 @@ def gemm(
     return out if lead is None else out.reshape(*lead, b.shape[-1])
 
 
-class Gemm(levels.SingleLevelFunction):
+class Gemm(SingleLevelFunction):
     """`C = A B + bias`; `dA = dC Bᵀ`, `dB = Aᵀ dC`, `dbias = Σ dC`, with the products in FP8 by the recipe.
 
     Saves the quantized operands, but of a parameter `b` the parameter, which the backward quantizes again. Other 16-bit
@@ -164,7 +165,7 @@ def _leaf(name: str, track: Callable[..., Any], on_cpu: Callable[..., Any], on_c
     def overload() -> Any:
         return getattr(torch.ops.fp8fn, name).default
 
-    def kernel(keys: torch._C.DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if levels.is_tracked(x, *[arg for arg in args if isinstance(arg, Tensor)]):
             return track(x, *args, **kwargs)
         if bypass.is_last(keys):
@@ -177,7 +178,7 @@ def _leaf(name: str, track: Callable[..., Any], on_cpu: Callable[..., Any], on_c
     return kernel
 
 
-class NotDifferentiable(levels.SingleLevelFunction):
+class NotDifferentiable(SingleLevelFunction):
     """Runs an op, and raises an error when the user asks for its derivative: zeros would be a wrong answer."""
 
     @staticmethod
@@ -234,7 +235,7 @@ def _weight_product(
     return out
 
 
-class MmA16W8(levels.SingleLevelFunction):
+class MmA16W8(SingleLevelFunction):
     """`C = x W + bias` with `W` in FP8; `dx = dC Wᵀ` by the same op, which is differentiable again, and `dbias = Σ dC`.
 
     `W` and its scales are constants: the backward raises an error when the user asks for their gradient. With offsets,

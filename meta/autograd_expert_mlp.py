@@ -14,6 +14,7 @@ from fp8fn.ops.gemm import default_out_dtype, quantize_again
 from fp8fn.ops.layout import is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, check_grouped, parse_recipe
+from fp8fn.ops.torch_private.core import SingleLevelFunction
 
 
 def expert_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: str = "blockwise") -> Tensor:
@@ -41,7 +42,7 @@ def _composed(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, rec
     return out
 
 
-class ExpertMlp(levels.SingleLevelFunction):
+class ExpertMlp(SingleLevelFunction):
     """Saves FP8 forms of `x` and of `silu(gate) * up`, and the unquantized `gate` and `up`.
 
     It saves each weight as the parameter, which the backward quantizes again, or as an FP8 form, as `Gemm` does.

@@ -16,6 +16,7 @@ from fp8fn.ops.groups import counted
 from fp8fn.ops.layout import is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, check_grouped, parse_recipe
+from fp8fn.ops.torch_private.core import SingleLevelFunction
 
 
 def grouped_gemm(
@@ -73,7 +74,7 @@ def _forward(b: Tensor) -> Callable[..., tuple[Tensor, Quantized | None, Quantiz
     return grouped.rows_forward if b.ndim == 3 else grouped.k_forward
 
 
-class GroupedGemm(levels.SingleLevelFunction):
+class GroupedGemm(SingleLevelFunction):
     """`C = A B + bias` of each group, with the gradients of `Gemm` for each group.
 
     For groups of rows, `dA` has groups of rows and `dB` has groups of K (the tokens). For groups of K, both gradients

@@ -15,10 +15,20 @@ import torch
 from torch import Tensor
 
 from fp8fn.meta.levels import inside_transform, is_tracked
+from fp8fn.ops.torch_private.core import (
+    DispatchKey,
+    DispatchKeySet,
+    dispatch_depth,
+    function_depth,
+    is_profiling,
+    keys_after,
+    keys_of,
+    parse_key,
+    tracing_state,
+)
 
 T = TypeVar("T")
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
-_keys_of = torch._C._dispatch_keys
 
 
 def shortest(
@@ -44,12 +54,12 @@ def shortest(
 
 def _keys_with_work() -> int:
     """The bits of all dispatch keys below autograd, except the keys of a dense CPU or GPU tensor."""
-    key, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
-    work = int(torch._C._dispatch_keyset_full_after(key.AutogradOther).raw_repr())
+    key, key_set = DispatchKey, DispatchKeySet
+    work = int(keys_after(key.AutogradOther).raw_repr())
     for passed in (key.CPU, key.CUDA, key.BackendSelect, key.ADInplaceOrView):
         work &= ~int(key_set(passed).raw_repr())
     # Above autograd, and no `torch.func` transform: the tensors of `torch.autograd.grad(..., is_grads_batched=True)`.
-    batched = torch._C._parse_dispatch_key("Batched")
+    batched = parse_key("Batched")
     assert batched is not None
     return work | int(key_set(batched).raw_repr())
 
@@ -57,7 +67,7 @@ def _keys_with_work() -> int:
 _WITH_WORK: Final = _keys_with_work()
 
 
-def is_last(keys: torch._C.DispatchKeySet) -> bool:
+def is_last(keys: DispatchKeySet) -> bool:
     """Whether the dispatcher, which is at autograd, would call the CPU or GPU implementation next.
 
     `keys` are the dispatch keys of the call: those of all its tensors and of the active modes and transforms.
@@ -68,10 +78,10 @@ def is_last(keys: torch._C.DispatchKeySet) -> bool:
 def is_watched() -> bool:
     """Whether something observes all ops of this thread: a mode, a transform, a tracer or a profiler."""
     return bool(
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        dispatch_depth() > 0
+        or function_depth() > 0
+        or tracing_state() is not None
+        or is_profiling()
         or inside_transform()
     )
 
@@ -81,6 +91,6 @@ def nothing_watches(*tensors: Tensor | None) -> bool:
     if is_watched():
         return False
     for tensor in tensors:  # a subclass without `__torch_dispatch__` has no key, but may have `__torch_function__`
-        if tensor is not None and (type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _WITH_WORK):
+        if tensor is not None and (type(tensor) not in _PLAIN or keys_of(tensor).raw_repr() & _WITH_WORK):
             return False
     return True

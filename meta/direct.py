@@ -23,6 +23,7 @@ from fp8fn.ops.cuda.runtime.fused_calls import Program, Results
 from fp8fn.ops.layout import is_column_major, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
+from fp8fn.ops.torch_private.core import SingleLevelFunction
 
 
 def product(
@@ -65,7 +66,7 @@ def product(
     return plan.forward(a, b, bias)[0]
 
 
-class Product(levels.SingleLevelFunction):
+class Product(SingleLevelFunction):
     """`meta.autograd.Gemm` with a plan: it saves what that function saves, but of a parameter `b` not its transpose."""
 
     @staticmethod

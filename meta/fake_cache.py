@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from fp8fn.ops.torch_private.core import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 
 class Geometry(NamedTuple):

@@ -1,4 +1,4 @@
-"""Autograd at one functorch level at a time: the only file that uses PyTorch's private single-level functions.
+"""Autograd at one functorch level at a time, by PyTorch's private single-level functions.
 
 PyTorch calls an op registered as CompositeImplicitAutograd once for each level of `torch.func` transforms, from the
 innermost level outwards. `apply` records a function at the current level. `below` runs the function's forward without
@@ -12,29 +12,35 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch.autograd import forward_ad
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
-from torch.autograd.function import _SingleLevelFunction
 
-_functorch = torch._C._functorch
-_DIFFERENTIATING = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
+from fp8fn.ops.torch_private.core import (
+    BelowAutograd,
+    TransformType,
+    enable_single_level_autograd_function,
+    forward_ad,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+    set_forward_mode,
+)
+
+_DIFFERENTIATING = (TransformType.Grad, TransformType.Jvp)
 T = TypeVar("T")
 
-below_autograd = torch._C._AutoDispatchBelowAutograd
-SingleLevelFunction = _SingleLevelFunction
+below_autograd = BelowAutograd
 
 
 def inside_transform() -> bool:
     """Whether the call is inside a `torch.func` transform."""
-    return _functorch.maybe_current_level() is not None
+    return maybe_current_level() is not None
 
 
 def has_forward_mode() -> bool:
     """Whether forward-mode differentiation is active at this level."""
-    stack = _functorch.get_interpreter_stack()
+    stack = get_interpreter_stack()
     if stack:  # a compiled jvp enters its level without changing the Python counter below
-        return bool(stack[-1].key() == _functorch.TransformType.Jvp)
+        return bool(stack[-1].key() == TransformType.Jvp)
     return forward_ad._current_level >= 0
 
 
@@ -48,8 +54,8 @@ def is_tracked(*tensors: Tensor | None) -> bool:
 
 
 def forward_mode_depth() -> int:
-    stack = _functorch.get_interpreter_stack() or ()
-    return sum(level.key() == _functorch.TransformType.Jvp for level in stack)
+    stack = get_interpreter_stack() or ()
+    return sum(level.key() == TransformType.Jvp for level in stack)
 
 
 def is_tracked_below(*tensors: Tensor | None) -> bool:
@@ -59,7 +65,7 @@ def is_tracked_below(*tensors: Tensor | None) -> bool:
     """
     if forward_ad._current_level >= 0:
         return True
-    stack = _functorch.get_interpreter_stack() or ()
+    stack = get_interpreter_stack() or ()
     if any(level.key() in _DIFFERENTIATING for level in stack[:-1]):
         return True
     return bool(stack) and any(t is not None and _innermost(t).requires_grad for t in tensors)
@@ -71,7 +77,7 @@ def below(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         with below_autograd():
             return function(*args, **kwargs)
     # PyTorch runs a Function's forward with gradients off. The outer levels would record nothing and return zeros.
-    with below_autograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+    with below_autograd(), torch.enable_grad(), set_forward_mode(True):
         return function(*args, **kwargs)
 
 
@@ -90,6 +96,6 @@ def outlives_forward(tensor: Tensor) -> bool:
 
 
 def _innermost(tensor: Tensor) -> Tensor:
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor

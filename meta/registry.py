@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from fp8fn.meta import fake_cache
 from fp8fn.meta.when_imported import when_imported
 from fp8fn.ops.layout import without_guards
+from fp8fn.ops.torch_private.core import FakeTensorMode, registrations
 
 if TYPE_CHECKING:
     from fp8fn.meta.sharding import Sharding
@@ -72,7 +72,7 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
     """
     source = f"{fake.__code__.co_filename}:{fake.__code__.co_firstlineno}"
     try:
-        entry = torch._library.simple_registry.singleton.find(f"fp8fn::{name}")
+        entry = registrations.find(f"fp8fn::{name}")
         handle = entry.fake_impl.register(fake, source, lib=LIBRARY)
         LIBRARY._registration_handles.append(handle)
     except (AttributeError, TypeError):  # these parts of PyTorch are not public

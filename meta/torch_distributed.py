@@ -1,6 +1,6 @@
-"""What fp8fn uses of PyTorch's DTensor that is not public: the only file that does.
+"""Tells DTensor the rules of `sharding.py`.
 
-`register` tells DTensor the rules of `sharding.py`. `torch.library.register_sharding` is not used: the key of its cache
+ `torch.library.register_sharding` is not used: the key of its cache
 leaves out lists, so that a rule for one block would answer for another.
 """
 
@@ -13,22 +13,19 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fp8fn.meta import sharding
 from fp8fn.meta.sharding import Cut, Refusal, Rule
-
-try:
-    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
-    from torch.distributed.tensor._ops.utils import generate_redistribute_costs
-
-    _register_op_strategy: Final = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
-except (ImportError, AttributeError) as error:
-    raise ImportError(
-        f"fp8fn's rules for DTensor need what torch {torch.__version__} does not have: {error}; they are known to work "
-        "with torch 2.11 to 2.13"
-    ) from error
+from fp8fn.ops.torch_private.dtensor import (
+    DTensorSpec,
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    RuntimeSchemaInfo,
+    generate_redistribute_costs,
+    register_op_strategy,
+)
 
 _LOG: Final = logging.getLogger("fp8fn")
 
@@ -40,7 +37,7 @@ def register(name: str, rule: sharding.Sharding) -> None:
     op = getattr(torch.ops.fp8fn, name).default
     strategy = partial(_refuse, rule) if isinstance(rule, Refusal) else partial(_strategy, rule)
     # All arguments behind the first tensor are part of the cache's key.
-    _register_op_strategy(op, strategy, RuntimeSchemaInfo(1, needs_pytree=True))
+    register_op_strategy(op, strategy, RuntimeSchemaInfo(1, needs_pytree=True))
 
 
 def _refuse(refusal: Refusal, schema: OpSchema) -> OpStrategy:

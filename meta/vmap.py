@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8fn.ops import reference
 from fp8fn.ops.gemm import default_out_dtype
 from fp8fn.ops.recipe import parse_recipe
+from fp8fn.ops.torch_private.core import is_batchedtensor
 
 
 def amax(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
@@ -140,7 +141,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
     """`torch.stack` along a new first dimension, through bytes: not every device can stack FP8."""
     if parts[0].element_size() > 1:
         return torch.stack(parts)
-    if torch._C._functorch.is_batchedtensor(parts[0]):  # PyTorch 2.11 cannot view it as another type inside a vmap
+    if is_batchedtensor(parts[0]):  # PyTorch 2.11 cannot view it as another type inside a vmap
         out = parts[0].new_empty((len(parts), *parts[0].shape))
         for i, part in enumerate(parts):
             out[i].copy_(part)

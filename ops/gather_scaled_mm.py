@@ -20,6 +20,7 @@ from fp8fn.ops.cuda.runtime.call_cache import Outputs, call_of, keep, kind, reca
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.symmetric_memory import gather_and_consume, not_pipelined
+from fp8fn.ops.torch_private import collectives
 
 GATHER_SCALED_MM_SCHEMA: Final = (
     "gather_scaled_mm(Tensor a, Tensor a_scale, Tensor[] b, Tensor[] b_scale, int[2] b_block, Tensor?[] bias,"
@@ -64,10 +65,7 @@ def gather_scaled_mm_reference(  # noqa: PLR0913 - an op's signature
     """All rows first, and then their products."""
     _check(a, a_scale, b, b_scale, b_block, bias, out_dtype, group_size)
     started = [_start_gather(x, group_size, group_name) for x in (a, a_scale)]
-    data, scale = (
-        torch.ops._c10d_functional.wait_tensor(x).view(like.dtype)
-        for x, like in zip(started, (a, a_scale), strict=True)
-    )
+    data, scale = (collectives.wait(x).view(like.dtype) for x, like in zip(started, (a, a_scale), strict=True))
     outs = [
         torch.ops.fp8fn.scaled_mm(
             data, scale, A_BLOCK, each, each_scale, b_block, row, out_dtype, batch_invariant, fast_accumulation
@@ -80,7 +78,7 @@ def gather_scaled_mm_reference(  # noqa: PLR0913 - an op's signature
 def _start_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
     """Types of one byte are sent as bytes, which every backend can."""
     sent = x.contiguous().view(torch.uint8) if x.element_size() == 1 else x.contiguous()
-    started: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(sent, group_size, group_name)
+    started: Tensor = collectives.all_gather(sent, group_size, group_name)
     return started
 
 

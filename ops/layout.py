@@ -20,10 +20,10 @@ from functools import wraps
 from typing import Final, ParamSpec, TypeAlias, TypeVar
 
 import torch
-import torch.fx.experimental._config as symbolic_shapes
 from torch import Tensor
 
 from fp8fn.ops.formats import scale_dtype
+from fp8fn.ops.torch_private.core import dispatch_depth, symbolic_shapes
 
 Block: TypeAlias = tuple[int, int]
 Strides: TypeAlias = tuple[int, ...]
@@ -53,7 +53,7 @@ def unguarded(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch._C._len_torch_dispatch_stack() == 0:  # not traced
+        if dispatch_depth() == 0:  # not traced
             return function(*args, **kwargs)
         with without_guards():
             return function(*args, **kwargs)

@@ -19,7 +19,11 @@ def is_sharded(x: Any) -> bool:
 
 def local_of(x: Any) -> Any:
     """Each rank's part of a DTensor, or `x` itself."""
-    return x._local_tensor if is_sharded(x) else x
+    if not is_sharded(x):
+        return x
+    from fp8fn.ops.torch_private.dtensor import local_part
+
+    return local_part(x)
 
 
 def plain_of(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a group read, and PyTorch's pipeline over it: the only file that uses its private parts.
+"""Memory that all ranks of a group read, and PyTorch's pipeline over it.
 
 The pipeline copies one rank's rows over NVLink while those of the rank before are computed with. Every rank of a group
 takes part or none: they agree about it once.
@@ -22,7 +22,9 @@ def gather_and_consume(
     shards: Sequence[Tensor], consume: Callable[[list[Tensor], int], None], gathered: Sequence[Tensor], group_name: str
 ) -> None:
     """Gathers `shards` into `gathered` and calls `consume` with the shards of each rank and its number."""
-    _private()[0](list(shards), consume, list(gathered), cast(Any, group_name))
+    from fp8fn.ops.torch_private import symmetric_memory as private
+
+    private.gather_and_consume(list(shards), consume, list(gathered), cast(Any, group_name))
 
 
 # By the group, as PyTorch gives the name of a group that was destroyed to another one.
@@ -34,10 +36,10 @@ def not_pipelined(group_name: str, group_size: int) -> str | None:
     if group_size == 1:
         return "the group has one rank"
     try:
-        _, resolve = _private()
-    except (ImportError, AttributeError) as error:
-        return f"torch {torch.__version__} does not have what fp8fn needs: {error}"
-    group = resolve(group_name)
+        from fp8fn.ops.torch_private import symmetric_memory as private
+    except ImportError as error:
+        return str(error)
+    group: Any = private.group_of(cast(Any, group_name))
     if group not in _answers:
         if graph_capture.capturing():
             return "the ranks have not agreed yet, and cannot while a CUDA graph is captured"
@@ -82,10 +84,10 @@ class SharedBuffer:
                 self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 addresses = [self.bytes.data_ptr()]
             else:
-                from torch.distributed import _symmetric_memory as symmetric
+                from fp8fn.ops.torch_private import symmetric_memory as private
 
-                self.bytes = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-                self._handle = symmetric.rendezvous(self.bytes, group.group_name)
+                self.bytes = private.empty(nbytes, dtype=torch.uint8, device=device)
+                self._handle = private.rendezvous(self.bytes, group.group_name)
                 ranks = range(group.size())
                 addresses = [self._handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in ranks]
             self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -110,14 +112,6 @@ class SharedBuffer:
             self._handle.barrier(channel=0)
 
 
-def _private() -> tuple[Callable[..., None], Callable[[str], Any]]:
-    """The pipeline, and the function that finds a group by its name."""
-    from torch.distributed import distributed_c10d as groups
-    from torch.distributed._symmetric_memory import _pipelined_multi_all_gather_and_consume
-
-    return _pipelined_multi_all_gather_and_consume, cast(Any, groups)._resolve_process_group
-
-
 def _agreed(fault: str | None, group: Any) -> str | None:
     """`fault`, or, where this rank has none and another has one, that."""
     device = "cuda" if _has_gpus(group) else "cpu"
@@ -140,12 +134,12 @@ def _local_fault(group: Any, group_name: str, group_size: int) -> str | None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if len({rank // local for rank in ranks}) > 1 or group_size > torch.cuda.device_count():
         return f"the {group_size} ranks of the group are not on one machine's {torch.cuda.device_count()} GPUs"
-    from torch.distributed import _symmetric_memory as symmetric
+    from fp8fn.ops.torch_private import symmetric_memory as private
 
-    if not symmetric.is_symm_mem_enabled_for_group(cast(Any, group_name)):
+    if not private.is_symm_mem_enabled_for_group(cast(Any, group_name)):
         # The function is deprecated from PyTorch 2.9 on, where every group is enabled.
         try:
-            symmetric.enable_symm_mem_for_group(cast(Any, group_name))
+            private.enable_symm_mem_for_group(cast(Any, group_name))
         except (RuntimeError, ValueError) as error:
             return f"symmetric memory is not enabled for the group: {error}"
     here = torch.cuda.current_device()

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8fn.ops.torch_private.core import dispatch_depth, is_functorch_wrapped_tensor
+
 
 def can_be_read(tensor: Any) -> bool:
     """Whether a tensor has values, now: code that looks at them also runs while vmap, grad or torch.compile do."""
@@ -15,6 +17,6 @@ def can_be_read(tensor: Any) -> bool:
         and tensor.device.type != "meta"
         and tensor.numel() > 0
         and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not torch._C._len_torch_dispatch_stack()
+        and not is_functorch_wrapped_tensor(tensor)
+        and not dispatch_depth()
     )

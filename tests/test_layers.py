@@ -154,3 +154,57 @@ def test_what_counts_as_an_import() -> None:
     at_once = {name for name, _ in imports("fp8fn.ops.x", tree, for_types=False, in_functions=False)}
     assert at_once == {"fp8fn.ops.gemm"}
     assert (row("fp8fn.ops.gemm"), row("fp8fn.meta.vmap"), row("fp8fn.site"), row("fp8fn.lowering")) == (0, 1, 2, 3)
+
+
+# What a compiler is made of has no public names: Inductor's and Dynamo's parts are `lowering`'s own subject.
+OF_COMPILERS = (
+    "torch._dispatch", "torch._dynamo", "torch._functorch", "torch._higher_order_ops", "torch._inductor",
+    "torch._library", "torch._ops", "torch.utils._sympy",
+)  # fmt: skip
+# Ops that models call, some under these names alone.
+CALLED_BY_MODELS = {
+    "torch._grouped_mm", "torch.ops.aten._grouped_mm", "torch._native_multi_head_attention",
+    "torch._transformer_encoder_layer_fwd",
+}  # fmt: skip
+# Attributes that belong to the classes of PyTorch's DTensor.
+OF_DTENSOR = {"_local_tensor", "_op_dispatcher"}
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The names of PyTorch's private parts, each with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found = [f"torch.{node.attr}"] if node.attr in OF_DTENSOR else [ast.unparse(node)]
+        else:
+            continue
+        for name in found:
+            parts = name.split(".")
+            private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+            if parts[0] == "torch" and private and name.replace(".", "").isidentifier():
+                yield name, node.lineno  # type: ignore[attr-defined]
+
+
+def test_private_names_are_found_in_every_form() -> None:
+    source = (
+        "import torch._a\nfrom torch.b import _c\nfrom torch._d import e\nx = torch._f.g(1)\ny = z._local_tensor\n"
+        "torch.nn.h(_own)\nfrom fp8fn.a import _b\ntorch.__version__\n"
+    )
+    found = {name for name, _ in private_names(ast.parse(source))}
+    assert found == {"torch._a", "torch.b._c", "torch._d.e", "torch._f", "torch._f.g", "torch._local_tensor"}
+
+
+def test_private_parts_of_torch_are_used_in_one_place() -> None:
+    """So that a stranger finds what a new release may break; the benchmarks, which run peers, are not asked."""
+    elsewhere = [
+        f"{modules()[module].relative_to(ROOT)}:{line} uses {name}"
+        for module in modules()
+        if not module.startswith(("fp8fn.ops.torch_private", "fp8fn.bench", "fp8fn.demo"))
+        for name, line in private_names(parsed(module))
+        if not (module.startswith("fp8fn.lowering") and (name + ".").startswith(tuple(f"{o}." for o in OF_COMPILERS)))
+        and name.removesuffix(".default") not in CALLED_BY_MODELS
+    ]
+    assert elsewhere == []

@@ -22,6 +22,7 @@ from fp8fn.distributed.exchange import ByCollective, ByPulls, Exchange
 from fp8fn.meta import levels
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.symmetric_memory import not_shared
+from fp8fn.ops.torch_private import collectives
 
 _LOG: Final = logging.getLogger("fp8fn")
 _NEGATIVE: Final = 2**62
@@ -192,9 +193,9 @@ def _within(x: Tensor, counts: Tensor, group: Any, capacity: int) -> Routing:
     if tokens > capacity:
         raise ValueError(f"dispatch: x has {tokens} rows, and capacity is {capacity}; a rank sends no more than that")
     mine = _counted(x, counts, group)
-    functional, world = torch.ops._c10d_functional, mine.shape[0]
+    world = mine.shape[0]
     mine = torch.cat([mine, *(mine.new_full((world, 1), size) for size in (capacity, width))], 1)
-    gathered = functional.wait_tensor(functional.all_gather_into_tensor(mine, world, group.group_name))
+    gathered = collectives.wait(collectives.all_gather(mine, world, group.group_name))
     gathered = gathered.view(world, *mine.shape)
     by_rank, faults, sizes = gathered[..., :-3], gathered[:, 0, -3], gathered[:, 0, -2:]
     why_not = not_shared(group) if x.is_cuda else f"x is on {x.device}"

@@ -22,6 +22,8 @@ from fp8fn.ops.formats import scale_dtype
 from fp8fn.ops.layout import WHOLE, is_square, matrix_strides, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.sharded import local_of
+from fp8fn.ops.torch_private.core import copy_each
+from fp8fn.ops.torch_private.dtensor import set_local_part
 from fp8fn.site import Where, check_where
 from fp8fn.weights.form import block_by_dimension, bytes_of
 from fp8fn.weights.fp8_weight import is_gathered
@@ -121,7 +123,7 @@ def _show_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
             continue
         plain = master._tensor.detach()
         if isinstance(shown, DTensor):  # a view of the parameter: a write of it moves the parameter's version
-            shown._local_tensor = plain
+            set_local_part(shown, plain)
         else:
             state[prefix + name] = plain
 
@@ -172,7 +174,7 @@ def update_scales(model: nn.Module) -> None:
         whole = bits[:-1].view(torch.float32)
         found = [pair for weight, part in zip(weights, whole.split(counts), strict=True) for pair in weight.found(part)]
         if found:
-            torch._foreach_copy_([place for place, _ in found], [own for _, own in found])
+            copy_each([place for place, _ in found], [own for _, own in found])
         # As integers, which order as the magnitudes do, a NaN last; a maximum of floats may lose it. A NaN has no sign.
         bits &= 0x7FFFFFFF
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
@@ -188,7 +190,7 @@ def update_scales(model: nn.Module) -> None:
                 weight.quantize(part)
                 part = scales[weight.scaling][place]
             copies.append((weight.new_scale(part.dtype), bytes_of(part.view(weight.grid))))
-        torch._foreach_copy_([bytes_of(scale) for scale, _ in copies], [part for _, part in copies])
+        copy_each([bytes_of(scale) for scale, _ in copies], [part for _, part in copies])
         written = Written(weights[0].device)
         for weight, (scale, _) in zip(weights, copies, strict=True):
             weight.master.settle(scale, written)

@@ -15,13 +15,15 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8fn.meta.untraced import untraced
 from fp8fn.ops.cuda.runtime.graph_capture import capturing
 from fp8fn.ops.layout import Block
+from fp8fn.ops.torch_private import core
+from fp8fn.ops.torch_private.core import no_torch_function, pytree
+from fp8fn.ops.torch_private.dtensor import local_part
 from fp8fn.weights.form import Form, block_by_dimension
 from fp8fn.weights.fp8_weight import weight_of
 
@@ -55,7 +57,7 @@ class Written:
         """Has the current stream wait, which no graph captures: none can wait across the begin of a capture."""
         if self._event is None:
             return
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = core.stream_handle(self._index)
         if stream not in self._waiting:
             torch.cuda.current_stream(self._device).wait_event(self._event)
             self._waiting.add(stream)
@@ -178,7 +180,7 @@ class _PreAllGather:
         shard = self._shard
         if (outer := shard.outer) is not None:
             for parameter in module._parameters.values():
-                own = type(parameter) is DTensor and getattr(parameter._local_tensor, "_shard", None) is shard
+                own = type(parameter) is DTensor and getattr(local_part(parameter), "_shard", None) is shard
                 if own and outer != version_of(parameter):
                     shard.writes += 1
         if not shard.is_current(self._tensor):
@@ -211,7 +213,7 @@ class MasterWeight(Tensor):
 
     RUNS_ON_VALUES: Final = True  # `fp8fn.ops.sharded.plain_of`: without FSDP, as under DDP, it is a plain weight
 
-    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
+    __torch_function__ = cast(Any, no_torch_function)
     __torch_dispatch__ = cast(Any, classmethod(_dispatch))
     __repr__ = cast(Any, _text)
 
@@ -322,7 +324,7 @@ class MasterWeight(Tensor):
         data = outputs[0]
         if out is not None:
             # `to_local` of a parameter is a view from PyTorch 2.13 on: its attributes are lost.
-            weight: Any = out._local_tensor if type(out) is DTensor else out
+            weight: Any = local_part(out) if type(out) is DTensor else out
             if weight._data.data_ptr() != data.data_ptr():
                 weight._data = _whole(data, metadata)
             weight._scale = metadata.scale

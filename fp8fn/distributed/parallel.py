@@ -15,23 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor import parallel as torch_parallel
 
 from fp8fn.meta.levels import apply
 from fp8fn.ops.recipe import BLOCKWISE_POW2, Recipe, parse_recipe, recipe_key
+from fp8fn.ops.torch_private.dtensor import parallel as torch_parallel
 from fp8fn.quantization import dequantize
 from fp8fn.scaled_tensor import ScaledTensor
 
 Placements: TypeAlias = tuple[Placement, ...]
-
-# Methods of PyTorch's styles that those here replace: without them a sequence would be gathered in 16 bits.
-for _style, _method in (
-    (torch_parallel.ColwiseParallel, "_prepare_input_fn"),
-    (torch_parallel.RowwiseParallel, "_prepare_output_fn"),
-    (torch_parallel.PrepareModuleInput, "_prepare_input_arg"),
-):
-    if not hasattr(_style, _method):
-        raise ImportError(f"fp8fn.distributed needs {_style.__name__}.{_method}, which torch {torch.__version__} lacks")
 
 _ROWS: Final = (1, 128)
 _ALIGNMENT: Final = 16  # of what is sent: bytes of a row

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.meta.untraced import untraced
 from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.torch_private import collectives
+from fp8fn.ops.torch_private.core import no_torch_function, pytree
 from fp8fn.weights.form import bytes_of
 from fp8fn.weights.fp8_weight import FP8Weight, implements, weight_of
 from fp8fn.weights.views import alias, with_row_scales
@@ -31,7 +32,7 @@ def _dispatch(
         return joined(args[0]._parameters)
     if func in (aten.slice.Tensor, aten.narrow.default):
         return _piece(func, *args)
-    if func is torch.ops.c10d.broadcast_.default:
+    if func is collectives.in_place.broadcast_.default:
         return _broadcast(args, kwargs or {})
     raise NotImplementedError(
         f"{func} has no form for FP8Weights that were joined to a vector, as torch.nn.utils.parameters_to_vector "
@@ -46,7 +47,7 @@ class JoinedParameters(Tensor):
     collective runs on each parameter, and a piece is the parameter itself.
     """
 
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = no_torch_function
     __torch_dispatch__: Any = classmethod(_dispatch)
 
     _parameters: Sequence[Tensor]
@@ -116,7 +117,7 @@ def _functional(op: Any) -> Callable[..., Any]:
                 parts.append(part)  # shards of one weight share the scale of a whole axis
                 continue
             out = _replaced(op, args, kwargs, {id(weight): bytes_of(part).contiguous()})
-            parts.append(torch.ops._c10d_functional.wait_tensor(out).view(part.dtype))
+            parts.append(collectives.wait(out).view(part.dtype))
         return weight_of(parts[0], parts[1], weight._form._replace(shares=False))
 
     return run
@@ -142,16 +143,13 @@ def _waited(weight: FP8Weight, *_: Any) -> FP8Weight:
 
 
 def _register() -> None:
-    c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
+    c10d = collectives.in_place
     implements(c10d.broadcast_.default)(lambda *args, **kwargs: _broadcast(args, kwargs))
     for op in (c10d.scatter_.default, c10d.allgather_.default):
         implements(op)(_in_place(op))
-    for op in (functional.all_gather_into_tensor.default, functional.broadcast.default):
+    for op in (collectives.all_gather.default, collectives.broadcast.default):
         implements(op)(_functional(op))
-    implements(functional.wait_tensor.default)(_waited)
-    for name in ("_wrap_tensor_autograd",):
-        if hasattr(functional, name):
-            implements(getattr(functional, name).default)(_waited)
+    implements(collectives.wait.default, collectives.WRAP)(_waited)
 
 
 if torch.distributed.is_available():

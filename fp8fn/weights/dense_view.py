@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.meta.untraced import untraced
+from fp8fn.ops.torch_private.core import no_torch_function, pytree
 
 # Methods that read memory without an op, or print.
 _READERS: Final = (
@@ -63,7 +63,7 @@ def _text(view: DenseView, *, tensor_contents: Any = None) -> str:
 class DenseView(Tensor):
     """The values of a view, which nothing may be written into."""
 
-    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
+    __torch_function__ = cast(Any, no_torch_function)
     __torch_dispatch__ = cast(Any, classmethod(_dispatch))
     __repr__ = cast(Any, _text)
 

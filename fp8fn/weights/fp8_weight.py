@@ -14,7 +14,6 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.meta.untraced import untraced
@@ -22,6 +21,7 @@ from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.sharded import local_of
+from fp8fn.ops.torch_private.core import no_torch_function, pytree
 from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.weights import fsdp
 from fp8fn.weights.dense_view import DenseView, written
@@ -109,7 +109,7 @@ class FP8Weight(Tensor):
 
     # Pickles and checkpoints name the class by its public name.
     __module__ = "fp8fn"
-    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
+    __torch_function__ = cast(Any, no_torch_function)
     __torch_dispatch__ = cast(Any, classmethod(_dispatch))
     __repr__ = cast(Any, _text)
 

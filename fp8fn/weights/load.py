@@ -10,8 +10,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
@@ -21,6 +19,7 @@ from fp8fn.checkpoint.load import Entry, moved_to, read_contents
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.sharded import is_sharded, local_of
+from fp8fn.ops.torch_private.core import IncompatibleKeys, is_traceable_wrapper_subclass
 from fp8fn.scaled_tensor import ScaledTensor, check_device
 from fp8fn.weights.experts import JoinedEntry, by_parameter, pieces_in_files
 from fp8fn.weights.fp8_weight import FP8Weight
@@ -30,7 +29,7 @@ from fp8fn.weights.quantize import Place, check_module, named_places
 _MOST_NAMES: Final = 20  # that an error lists for each kind
 
 
-class LoadedWeights(_IncompatibleKeys):
+class LoadedWeights(IncompatibleKeys):
     """The result of `load_weights`: `missing_keys` and `unexpected_keys`, as `Module.load_state_dict`, and `layout`.
 
     Args:

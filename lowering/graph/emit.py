@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.nodes import PRODUCT
 from fp8fn.lowering.graph.views import Size, aten, same_sizes
+from fp8fn.ops.torch_private.core import pytree
 
 
 def arranged(graph: Graph, node: Node, order: Sequence[int], shape: Sequence[Size]) -> Node:

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
@@ -22,6 +21,7 @@ from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.torch_private.core import pytree
 from fp8fn.version import __version__
 
 # The name in the log and in Inductor's cache of times. It has the version, since another version has other kernels.

@@ -25,13 +25,14 @@ from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, tensor
 from fp8fn.lowering.graph.quantizers import RESHAPES, Quantizer, find_quantizers, reshaped_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
+from fp8fn.ops.torch_private import collectives
 
 NAME: Final = "async_tp"
 _BLOCK: Final = (1, 128)
 _CAST: Final = torch.ops.prims.convert_element_type.default
 _PRODUCT: Final = torch.ops.fp8fn.scaled_mm.default
-_GATHER: Final = torch.ops._c10d_functional.all_gather_into_tensor.default
-_WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
+_GATHER: Final = collectives.all_gather.default
+_WAIT: Final = collectives.wait.default
 _CHANGED: Final = "what is gathered is changed before it is dequantized"
 
 

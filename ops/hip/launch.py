@@ -17,6 +17,7 @@ from fp8fn.ops.hip import runtime
 from fp8fn.ops.hip.build import CompilationError, HipKernel, NoCompiler, compile_kernel, unavailable
 from fp8fn.ops.hip.code_object import metadata
 from fp8fn.ops.launch import Launch, Resources
+from fp8fn.ops.torch_private import core
 
 _log = logging.getLogger("fp8fn")
 
@@ -69,7 +70,7 @@ class HipLaunch(Launch):
 
     def _run(self, device: int) -> None:
         function = _function(self.kernel, self.format, device)
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = core.stream_handle(device)
         parameters, _buffer = self._packed()  # held until the runtime has read it
         runtime.launch(function, self.name, self.grid, self.threads, stream, parameters)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.runtime.call_cache import Geometry, Outputs, allocated, geometry
 from fp8fn.ops.launch import Launch, Resources, cubin_resources
 from fp8fn.ops.targets import Target
+from fp8fn.ops.torch_private import core
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -178,7 +179,7 @@ class Step:
         arguments = list(self._arguments)
         for place in self._places:
             arguments[place.argument] = place.of(tensors)
-        if device.index == torch._C._cuda_getDevice():
+        if device.index == core.current_gpu():
             self._start(*arguments)
         else:
             with torch.cuda.device(device):

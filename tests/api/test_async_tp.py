@@ -23,7 +23,8 @@ import fp8fn  # noqa: F401  registers the backend
 import fp8fn.distributed as fp8_styles
 from fp8fn.bench import record
 from fp8fn.lowering import backend, post_grad_pass
-from fp8fn.ops import symmetric_memory
+from fp8fn.ops import symmetric_memory, torch_private
+from fp8fn.ops.torch_private import symmetric_memory as private
 from support.processes import run_processes
 
 WIDTH = 512
@@ -181,7 +182,7 @@ def test_ranks_agree_whether_a_gather_is_pipelined(case: Callable[[], None], tmp
 
 def test_ranks_do_not_agree_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     group = type("Group", (), {})()
-    monkeypatch.setattr(symmetric_memory, "_private", lambda: (None, lambda name: group))
+    monkeypatch.setattr(private, "group_of", lambda name: group)
     monkeypatch.setattr(symmetric_memory, "_fault", lambda *_: None)
     monkeypatch.setattr(symmetric_memory, "_agreed", lambda fault, _: fault)
     monkeypatch.setattr(symmetric_memory.graph_capture, "capturing", lambda: True)
@@ -194,8 +195,10 @@ def test_ranks_do_not_agree_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_torch_without_the_pipeline_gathers_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.distributed._symmetric_memory, "_pipelined_multi_all_gather_and_consume")
+    monkeypatch.delitem(sys.modules, private.__name__)
+    monkeypatch.delattr(torch_private, "symmetric_memory")
     reason = symmetric_memory.not_pipelined("any", 2)
-    assert f"torch {torch.__version__} does not have what fp8fn needs" in str(reason)
+    assert f"needs what torch {torch.__version__} does not have: " in str(reason)
     assert "_pipelined_multi_all_gather_and_consume" in str(reason)
 
 

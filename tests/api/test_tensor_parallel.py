@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -271,21 +270,6 @@ def _two_dimensions(replicas: int, *, kind: str = "torch", fp8_wire: str = "", c
                 parameter.mul_(2)
         update_scales(model)
         assert abs(_loss(model(tokens), targets) - _loss(reference(tokens), targets)) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("style", "method"),
-    [
-        ("ColwiseParallel", "_prepare_input_fn"), ("RowwiseParallel", "_prepare_output_fn"),
-        ("PrepareModuleInput", "_prepare_input_arg"),
-    ],
-)  # fmt: skip
-def test_a_pytorch_without_a_method_that_the_styles_replace(
-    style: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(getattr(torch_styles, style), method)
-    with pytest.raises(ImportError, match=f"fp8fn.distributed needs {style}.{method}, which torch .* lacks"):
-        runpy.run_path(fp8_styles.parallel.__file__)
 
 
 def _gathered_within_a_block() -> None:

@@ -25,6 +25,7 @@ from fp8fn.ops.cuda.runtime import call_cache, fused_calls, graph_capture
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.quantize import quantize_dual_kernel, quantize_kernel
 from fp8fn.ops.scaled_mm import scaled_mm_kernel
+from fp8fn.ops.torch_private import core
 from fp8fn.ops.triton.launch import TritonLaunch
 from support.cuda_emulator import hopper_on_cpu
 
@@ -43,7 +44,7 @@ def hopper_gpu() -> Iterator[list[CudaLaunch]]:
     with pytest.MonkeyPatch.context() as patch, hopper_on_cpu() as launches:
         patch.setattr(scaled_mm, "SCALED_MM", replace(scaled_mm.SCALED_MM, kernels=(served,)))
         patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
-        patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+        patch.setattr(core, "current_gpu", lambda: None)
         patch.setattr(graph_capture, "capturing", lambda: False)
         patch.setattr(TritonLaunch, "run", TritonLaunch.interpret)
         for op, kernel in ops.items():

@@ -34,6 +34,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     """Launches of tensors on the CPU go to a stub of the driver."""
     from fp8fn.ops.cuda.runtime import driver, graph_capture, launch
     from fp8fn.ops.cuda.runtime.nvrtc import Compiled
+    from fp8fn.ops.torch_private import core
     from support.stub_driver import StubDriver
 
     found = StubDriver()
@@ -42,8 +43,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(graph_capture, "capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU
+    monkeypatch.setattr(core, "stream_handle", lambda index: 77)
+    monkeypatch.setattr(core, "current_gpu", lambda: None)  # the index of the CPU
     launch.function_of.cache_clear()
     yield found
     launch.function_of.cache_clear()

@@ -17,6 +17,7 @@ from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.call_cache import geometry, kind
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
+from fp8fn.ops.torch_private import core
 from support.stub_driver import FORWARD, WGRAD, Operands, StubDriver
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -126,6 +127,6 @@ def test_a_call_on_another_device_than_the_current_one_changes_to_it(
     monkeypatch.setattr(torch.cuda, "device", enter)
     call(*operands.inputs)
     assert entered == []
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(core, "current_gpu", lambda: 1)
     call(*operands.inputs)
     assert entered == [operands.a.device]

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from fp8fn.ops.cuda.runtime import counters, driver
 from fp8fn.ops.cuda.runtime.counters import MOST_LISTS, SETS, counters_of
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, LaunchSequence, pointers
+from fp8fn.ops.torch_private import core
 from support.stub_driver import Operands, StubDriver
 
 FIRST = 1 << 20
@@ -47,7 +48,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(driver, "captured", lambda stream: (found.capture, 4) if found.capture > 0 else None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capture != 0)
     monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentStream", lambda device: (found.number, device, 1), raising=False
+        core, "stream_identity", lambda device: (found.number, device, 1)
     )  # fmt: skip
     return found
 
@@ -110,7 +111,7 @@ def test_a_launch_has_the_counters_of_its_stream(
         (4096, 1, 0, FIRST + BYTES), (64, 64, 0, 0), (0, 0, 0, FIRST),
     ):  # fmt: skip
         streams.handle, streams.number, streams.capture = handle, number, capture
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams.handle, raising=False)
+        monkeypatch.setattr(core, "stream_handle", lambda index: streams.handle)
         prepared.launch(pointers(plan.args))
         assert address(plan, stub) == expected
 
@@ -128,7 +129,7 @@ def test_a_launch_without_counters_asks_for_none(
 def test_a_process_that_joins_a_group_later_gets_them(
     stub: StubDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(core, "stream_handle", lambda index: 0)
     joined = False
     monkeypatch.setattr(counters, "is_shared", lambda: joined)
     plan = dealt()
@@ -144,7 +145,7 @@ def test_a_sequence_has_counters_beside_those_of_its_launches(
     stub: StubDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its launches may start on another stream meanwhile, by themselves."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams.handle, raising=False)
+    monkeypatch.setattr(core, "stream_handle", lambda index: streams.handle)
     plan = dealt()
     prepared = plan.prepare()
     count = len(pointers(plan.args))
@@ -167,7 +168,7 @@ def test_a_sequence_that_is_captured_has_the_counters_of_its_graph(
     captured_first: bool, stub: StubDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller may have asked about the stream of another device; the stream is the same before and after."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 4096, raising=False)
+    monkeypatch.setattr(core, "stream_handle", lambda index: 4096)
     plan = dealt()
     count = len(pointers(plan.args))
     sequence = LaunchSequence([(plan.prepare(), list(range(count)))], count)
@@ -183,7 +184,7 @@ def test_a_sequence_that_is_captured_has_the_counters_of_its_graph(
 def test_a_sequence_started_before_its_process_joins_a_group_gets_them(
     stub: StubDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(core, "stream_handle", lambda index: 0)
     monkeypatch.setattr(counters, "is_shared", lambda: False)
     plan = dealt()
     count = len(pointers(plan.args))

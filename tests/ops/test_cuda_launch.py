@@ -18,6 +18,7 @@ from fp8fn.ops.cuda.runtime import driver, launch
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, LaunchSequence, TensorMap, pointers
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import SM90
+from fp8fn.ops.torch_private import core
 from support.stub_driver import FORWARD, ROWS, WGRAD, Launched, Operands, StubDriver, int32s
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -311,7 +312,7 @@ def test_a_sequence_leaves_the_parameters_of_its_launches_alone(stub: StubDriver
 def test_a_sequence_follows_the_current_stream(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     launches, _ = sequence()
     for stream in (5, 5, 0, 77):
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream, raising=False)
+        monkeypatch.setattr(core, "stream_handle", lambda index, stream=stream: stream)
         launches.start([4096] * 6)
         assert [launched.stream for launched in stub.launched[-2:]] == [stream] * 2
 

@@ -17,6 +17,7 @@ from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime import fused_calls as module
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.fused_calls import Program, chained
+from fp8fn.ops.torch_private import core
 
 BF16 = torch.bfloat16
 
@@ -155,7 +156,7 @@ def test_a_program_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyP
         events.append("left")
 
     monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(core, "current_gpu", lambda: 1)
     monkeypatch.setattr(
         call_cache, "allocated", lambda made, device: [torch.empty(shape, dtype=dtype) for shape, _, dtype in made]
     )

@@ -20,6 +20,7 @@ from fp8fn.ops.cuda.runtime import call_cache, driver, fused_calls, graph_captur
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import CudaKernel, CudaLaunch
 from fp8fn.ops.targets import SM90, Target
+from fp8fn.ops.torch_private import core
 from support.operands.mx import operands
 from support.operands.weights import weight
 from support.products import planned, scaled_product, weight_product
@@ -64,8 +65,8 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(graph_capture, "capturing", lambda: True)
     monkeypatch.setattr(driver, "captured", found.place)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU
+    monkeypatch.setattr(core, "stream_handle", lambda index: 77)
+    monkeypatch.setattr(core, "current_gpu", lambda: None)  # the index of the CPU
     graph_capture.forget()
     yield found
     graph_capture.forget()
@@ -159,9 +160,9 @@ def test_the_last_places_are_kept(graph: Graph) -> None:
 
 def test_outside_of_a_capture_and_on_a_cpu_nothing(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     launch(graph, True)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    monkeypatch.setattr(core, "current_gpu", lambda: 1)
     assert not graph_capture.readable(torch.empty(4))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None)
+    monkeypatch.setattr(core, "current_gpu", lambda: None)
     assert graph_capture.readable(torch.empty(4))
     with monkeypatch.context() as patch:
         patch.setattr(graph_capture, "capturing", lambda: False)

@@ -26,6 +26,7 @@ from fp8fn.ops.hip.code_object import Parameter, metadata
 from fp8fn.ops.hip.launch import HipLaunch, Wide, check_parameters
 from fp8fn.ops.launch import Resources
 from fp8fn.ops.targets import GFX942, GFX950
+from fp8fn.ops.torch_private import core
 from support.compilers import needs_hip_compiler
 
 SOURCE = """
@@ -319,7 +320,7 @@ def stub(code: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubRuntime]:
     monkeypatch.setattr(launch, "compile_kernel", lambda kernel: code)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found.device)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77 + index, raising=False)
+    monkeypatch.setattr(core, "stream_handle", lambda index: 77 + index)
     for cached in (launch._function, launch._fault, launch._warn):
         cached.cache_clear()
     yield found
@@ -499,7 +500,7 @@ def test_a_library_in_c_with_the_runtimes_signatures(
     hip = ctypes.CDLL(str(library))
     monkeypatch.setattr(runtime, "library", lambda: hip)
     stream = 2**47 + 16
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream)
+    monkeypatch.setattr(core, "stream_handle", lambda index: stream)
     planned = filling(step=Wide(-(2**40)), value=-0.75)
     planned.run()
     seen = Seen.in_dll(hip, "seen")

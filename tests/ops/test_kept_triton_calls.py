@@ -30,6 +30,7 @@ from fp8fn.ops.quantize_grouped import (
     quantize_grouped_reference,
 )
 from fp8fn.ops.scaled_mm import scaled_mm_kernel, scaled_mm_reference
+from fp8fn.ops.torch_private import core
 from fp8fn.ops.triton import launch, scaled_mm_tma
 from fp8fn.ops.triton.launch import TritonCall, TritonLaunch
 from support.accuracy import assert_same_bits, snr
@@ -223,7 +224,7 @@ def test_later_calls_start_the_machine_code_of_the_first(
 
     monkeypatch.setattr(targets, "target_of", lambda device: target)
     monkeypatch.setattr(TritonLaunch, "run", run)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU's device
+    monkeypatch.setattr(core, "current_gpu", lambda: None)  # the index of the CPU's device
     rows = [random(150, 200, seed=seed) for seed in (1, 2, 3, 4)]
     outputs = [quantize_kernel(x, (1, 128)) for x in rows]
     assert len(code.started) == later

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared
+from fp8fn.ops.torch_private import core
 
 # A training step has a few launches for each of its shapes; past the limit the one that was used longest ago goes.
 LIMIT: Final = 4096
@@ -62,7 +63,7 @@ def keep(key: Hashable, value: Any) -> Any:
 
 def start(launch: Prepared, addresses: list[int]) -> None:
     """Launch on the current stream of the device that `launch` was prepared on."""
-    if launch.device.index == torch._C._cuda_getDevice():
+    if launch.device.index == core.current_gpu():
         launch.launch(addresses)
     else:
         with torch.cuda.device(launch.device):
@@ -165,9 +166,8 @@ def is_recording() -> bool:
 
 def allocated(geometries: Iterable[Geometry], device: torch.device) -> list[Tensor]:
     """Uninitialised tensors, on the current GPU past the dispatcher, as Inductor's code allocates: in half the time."""
-    if device.type == "cuda" and device.index == torch._C._cuda_getDevice():
-        empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-        return [empty(*geometry) for geometry in geometries]
+    if device.type == "cuda" and device.index == core.current_gpu():
+        return [core.empty_on_gpu(*geometry) for geometry in geometries]
     return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in geometries]
 
 

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 import torch
 
 from fp8fn.ops.cuda.runtime import driver
+from fp8fn.ops.torch_private import core
 
 MOST_LISTS: Final = 191  # clusters of a launch, each of which has a counter beside that of all
 SETS: Final = 2048  # of a device: 1.5 MB
@@ -47,7 +48,7 @@ def counters_of(stream: int, device: int) -> int:
                 return 0
             capture = place[0]
         # Odd for the streams of PyTorch's pools.
-        elif stream == _PER_THREAD or torch._C._cuda_getCurrentStream(device)[0] % 2 == 0:
+        elif stream == _PER_THREAD or core.stream_identity(device)[0] % 2 == 0:
             return 0
     owner = device, stream, capture
     found = _sets.get(owner)

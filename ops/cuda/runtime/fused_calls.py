@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.runtime import call_cache, graph_capture
 from fp8fn.ops.cuda.runtime.call_cache import Geometry, Step, Tape, geometry, keep, recall, record
 from fp8fn.ops.cuda.runtime.launch import LaunchSequence, Prepared
+from fp8fn.ops.torch_private import core
 
 # Bytes up to which the tensors that a run makes for itself share one allocation. Products of larger operands take the
 # device longer than the host, and large allocations of many sizes fragment PyTorch's pool.
@@ -49,7 +50,7 @@ class Program:
     def __call__(self, *inputs: Tensor) -> list[Tensor | None]:
         """The results; `inputs` have the kinds of those of the run that was written down."""
         index = self.device.index
-        if index is None or index == torch._C._cuda_getDevice():
+        if index is None or index == core.current_gpu():
             return self._run(inputs)
         with torch.cuda.device(self.device):
             return self._run(inputs)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.runtime import driver
+from fp8fn.ops.torch_private import core
 
 _log = logging.getLogger("fp8fn")
 
@@ -84,7 +85,7 @@ def _meet(one: range, other: range) -> bool:
 
 
 def _place(device: torch.device) -> Place | None:
-    if torch.version.cuda is None or device.index != torch._C._cuda_getDevice():  # the driver is CUDA's
+    if torch.version.cuda is None or device.index != core.current_gpu():  # the driver is CUDA's
         return None
-    found = driver.captured(torch._C._cuda_getCurrentRawStream(device.index))
+    found = driver.captured(core.stream_handle(device.index))
     return None if found is None else Place(*found)

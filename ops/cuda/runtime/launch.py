@@ -18,6 +18,7 @@ from fp8fn.ops.cuda.runtime import driver, packaged
 from fp8fn.ops.cuda.runtime.counters import Kept
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled, CudaKernel, compile_into_cache, compile_kernel
 from fp8fn.ops.launch import Launch, Resources, cubin_resources
+from fp8fn.ops.torch_private import core
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +190,7 @@ class Prepared:
 
     def launch(self, addresses: list[int]) -> None:
         """Start the kernel on the current stream of the current device, which is the one it was prepared on."""
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        stream = core.stream_handle(self.index)
         with self._lock:
             if addresses != self._last:
                 self._place(addresses)
@@ -294,7 +295,7 @@ class LaunchSequence:
 
     def start(self, addresses: list[int]) -> None:
         """Start the kernels on the current stream of the current device, which is the one they were prepared on."""
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = core.stream_handle(self._index)
         with self._lock:
             if addresses != self._last:
                 self._place(addresses)
