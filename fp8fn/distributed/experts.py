@@ -21,11 +21,13 @@ from fp8fn.arguments import checked
 from fp8fn.distributed.exchange import ByCollective, ByPulls, Exchange
 from fp8fn.meta import levels
 from fp8fn.ops.cuda.runtime import graph_capture
+from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.symmetric_memory import not_shared
 from fp8fn.ops.torch_private import collectives
 
 _LOG: Final = logging.getLogger("fp8fn")
 _NEGATIVE: Final = 2**62
+_WIDTHS: Final = 2**32
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +81,8 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
 
     Raises:
         TypeError: `x`, `counts` or `group` has a wrong type.
-        ValueError: E is no multiple of the ranks, or T exceeds `capacity`; on all ranks, `counts` of one do not sum to
-            T, or it would receive too many rows.
+        ValueError: E is no multiple of the ranks, or T exceeds `capacity`. On all ranks: `counts` of one do not sum to
+            T, it would receive too many rows, or its `x` has another K or type than that of rank 0.
 
     Example:
         >>> import torch.distributed as dist
@@ -91,6 +93,7 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
         >>> dist.destroy_process_group()
     """
     group = dist.group.WORLD if group is None else group
+    arguments.matrix("dispatch", "x", x)  # here, before other ranks wait for this one's counts
     if x.ndim != 2:  # which `arguments.matrix` allows
         raise ValueError(f"dispatch: x has shape {tuple(x.shape)}; it must be (T, K)")
     routing = _routing(x, counts, group) if capacity is None else _within(x, counts, group, capacity)
@@ -140,16 +143,18 @@ def _routing(x: Tensor, counts: Tensor, group: Any) -> Routing:
     mine = _counted(x, counts, group)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
-    wrong, theirs = theirs[:, -1], theirs[:, :-1]
-    faults, sent, received = torch.stack([wrong, mine[:, :-1].sum(1), theirs.sum(1)]).tolist()  # the host waits here
+    sums = (part[:, 2:].sum(1) for part in (mine, theirs))
+    forms, faults, sent, received = torch.stack([*theirs[:, :2].T, *sums]).tolist()  # the host waits here
+    _check_forms(forms)
     _check_faults(faults)
-    return _by_collective(theirs, sent, received, sum(received), group)
+    return _by_collective(theirs[:, 2:], sent, received, sum(received), group)
 
 
-def _counted(x: Tensor, counts: Tensor, group: Any) -> Tensor:
-    """This rank's `counts (W, E / W + 1)` for each rank, each with a fault: 0, or how many rows have no expert.
+def _counted(x: Tensor, counts: Tensor, group: Any, *sizes: int) -> Tensor:
+    """This rank's `counts (W, E / W)` for each rank, behind its form, its fault and `sizes`.
 
-    The fault goes to all ranks, so that all of them raise.
+    The form is a number for E and for the width and type of `x`. The fault is 0, or how many rows have no expert. They
+    go to all ranks, so that all of them raise. They come first, where gloo puts them also if the ranks differ in E.
     """
     world = dist.get_world_size(group)
     if counts.ndim != 1 or counts.shape[0] % world:
@@ -157,13 +162,30 @@ def _counted(x: Tensor, counts: Tensor, group: Any) -> Tensor:
             f"dispatch: counts has shape {tuple(counts.shape)}; it needs one number for each expert, a multiple of the "
             f"{world} ranks"
         )
-    if counts.dtype.is_floating_point or counts.dtype.is_complex:
-        raise TypeError(f"dispatch: counts has dtype {counts.dtype}; use int32 or int64")
+    if counts.dtype not in (torch.int32, torch.int64):  # a narrower type wraps at counts that are too large for it
+        raise TypeError(f"dispatch: counts has dtype {counts.dtype}; use int32 or int64, as counts.int() is")
     if counts.device != x.device:
         raise ValueError(f"dispatch: x is on {x.device} and counts on {counts.device}; move them to one device")
     counts = counts.to(torch.int64)
+    form = (counts.shape[0] * _WIDTHS + x.shape[1]) * len(INPUT_DTYPES) + INPUT_DTYPES.index(x.dtype)
     fault = torch.where((counts < 0).any(), _NEGATIVE, x.shape[0] - counts.sum())
-    return torch.cat([counts.view(world, -1), fault.expand(world, 1)], 1)
+    first, *more = (counts.new_full((world, 1), size) for size in (form, *sizes))
+    return torch.cat([first, fault.expand(world, 1), *more, counts.view(world, -1)], 1)
+
+
+def _check_forms(forms: list[int]) -> None:
+    for rank, form in enumerate(forms):
+        if form != forms[0]:
+            raise ValueError(
+                f"dispatch: rank {rank} has {_described(form)}, and rank 0 {_described(forms[0])}; all ranks need the "
+                "same experts, width and dtype"
+            )
+
+
+def _described(form: int) -> str:
+    rest, dtype = divmod(form, len(INPUT_DTYPES))
+    experts, width = divmod(rest, _WIDTHS)
+    return f"counts of {experts} experts and x of width {width} in {INPUT_DTYPES[dtype]}"
 
 
 def _check_faults(faults: list[int]) -> None:
@@ -189,28 +211,28 @@ def _within(x: Tensor, counts: Tensor, group: Any, capacity: int) -> Routing:
     """All ranks know all counts, on their devices."""
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(f"dispatch: capacity is {capacity!r}; give a number of rows, or None for any number")
-    tokens, width = x.shape
+    tokens = x.shape[0]
     if tokens > capacity:
         raise ValueError(f"dispatch: x has {tokens} rows, and capacity is {capacity}; a rank sends no more than that")
-    mine = _counted(x, counts, group)
+    mine = _counted(x, counts, group, capacity)
     world = mine.shape[0]
-    mine = torch.cat([mine, *(mine.new_full((world, 1), size) for size in (capacity, width))], 1)
     gathered = collectives.wait(collectives.all_gather(mine, world, group.group_name))
     gathered = gathered.view(world, *mine.shape)
-    by_rank, faults, sizes = gathered[..., :-3], gathered[:, 0, -3], gathered[:, 0, -2:]
+    heads, by_rank = gathered[:, 0, :3], gathered[..., 3:]  # a head has the form, the fault and the capacity of a rank
     why_not = not_shared(group) if x.is_cuda else f"x is on {x.device}"
     if why_not is None:
-        faults = faults.abs() + (sizes != mine[0, -2:]).sum(1)
-        pulls = ByPulls(counts=by_rank.flatten(1), faults=faults, tokens=tokens, capacity=capacity, group=group)
+        wrong = heads[:, 1].abs() + (heads != heads[0]).sum(1)
+        pulls = ByPulls(counts=by_rank.flatten(1), faults=wrong, tokens=tokens, capacity=capacity, group=group)
         return Routing(offsets=pulls.offsets, exchange=pulls)
     if graph_capture.capturing():
         raise RuntimeError(f"dispatch: a CUDA graph cannot capture it, for the host has to wait: {why_not}")
     _LOG.debug("dispatch: the host waits for the counts: %s", why_not)
-    # The host waits here, for the rows of each rank for each rank, and for each rank's fault and sizes.
-    *rows, faults_, capacities, widths = torch.cat([by_rank.sum(2), faults[None], sizes.T]).tolist()
-    if len({*zip(capacities, widths, strict=True)}) > 1:
-        raise ValueError(f"dispatch: ranks have capacity {capacities} and rows of width {widths}; use one of each")
-    _check_faults(faults_)
+    # The host waits here, for the heads of all ranks and their rows for each rank.
+    forms, faults, capacities, *rows = torch.cat([heads.T, by_rank.sum(2)]).tolist()
+    _check_forms(forms)
+    if len(set(capacities)) > 1:
+        raise ValueError(f"dispatch: ranks have capacity {capacities}; give one number to all of them")
+    _check_faults(faults)
     received = [sum(to) for to in zip(*rows, strict=True)]
     if max(received) > capacity:
         rank = received.index(max(received))

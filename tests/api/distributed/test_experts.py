@@ -19,6 +19,12 @@ from support.processes import DEVICES, drawn, process_group, run_processes, skip
 
 RANKS, EXPERTS, K, N = 2, 4, 300, 128
 COUNTS = torch.tensor([[3, 0, 40, 7], [1, 0, 0, 25]])  # of each rank; nobody has rows for expert 1
+EMPTY = {
+    "rank 0 sends nothing": torch.tensor([[0, 0, 0, 0], [9, 0, 17, 0]]),
+    "rank 1 receives nothing": torch.tensor([[3, 8, 0, 0], [0, 20, 0, 0]]),
+    "rank 1 sends and receives nothing": torch.tensor([[3, 8, 0, 0], [0, 0, 0, 0]]),
+    "no rows": torch.zeros(2, 4, dtype=torch.int64),
+}
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -26,17 +32,18 @@ def _rounded(x: Tensor) -> Tensor:
     return reference.dequantize(data, scale, (1, 128)).to(x.dtype)
 
 
-def _rows(rank: int) -> Tensor:
-    x = drawn(int(COUNTS[rank].sum()), K, seed=rank)
+def _rows(rank: int, counts: Tensor = COUNTS) -> Tensor:
+    x = drawn(int(counts[rank].sum()), K, seed=rank)
     return (x * torch.logspace(-3, 3, x.shape[0])[:, None]).bfloat16()
 
 
-def _by_expert(of_ranks: list[Tensor], experts: range) -> list[Tensor]:
-    parts = [list(x.split(counts.tolist())) for x, counts in zip(of_ranks, COUNTS, strict=True)]
+def _by_expert(of_ranks: list[Tensor], counts: Tensor, experts: range) -> list[Tensor]:
+    parts = [list(x.split(of_rank.tolist())) for x, of_rank in zip(of_ranks, counts, strict=True)]
     return [torch.cat([of_rank[expert] for of_rank in parts]) for expert in experts]
 
 
-def _case(rank: int, capacity: int | None = None) -> None:
+def _case(rank: int, capacity: int | None = None, counts: Tensor = COUNTS) -> None:
+    """Rows, results and gradients are those of one process that has all experts."""
     sent, pulled = 0, capacity is not None and torch.get_default_device().type == "cuda"
     plain = dist.all_to_all_single
 
@@ -45,12 +52,12 @@ def _case(rank: int, capacity: int | None = None) -> None:
         sent += rows.numel() * rows.element_size() if rows.dtype == torch.uint8 else 0
         return plain(out, rows, *args, **kwargs)
 
-    x, mine = _rows(rank).requires_grad_(), range(rank * 2, rank * 2 + 2)
+    x, mine = _rows(rank, counts).requires_grad_(), range(rank * 2, rank * 2 + 2)
     dist.all_to_all_single = counted
     try:
-        rows, routing = dispatch(x, COUNTS[rank].to(x.device), capacity=capacity)
+        rows, routing = dispatch(x, counts[rank].to(x.device), capacity=capacity)
         assert sent <= 0.55 * x.numel() * 2
-        expected = _by_expert([_rounded(_rows(each)) for each in range(RANKS)], mine)
+        expected = _by_expert([_rounded(_rows(each, counts)) for each in range(RANKS)], counts, mine)
         received = len(torch.cat(expected))
         assert torch.equal(rows[:received], torch.cat(expected))
         assert rows.shape[0] == (received if capacity is None else capacity)
@@ -60,10 +67,11 @@ def _case(rank: int, capacity: int | None = None) -> None:
 
         torch.manual_seed(9)
         weights = torch.randn(EXPERTS, K, N).bfloat16()
-        y = fp8fn.grouped_gemm(rows, weights[mine.start : mine.stop], routing.offsets, recipe="blockwise_pow2")
+        own = weights[mine.start : mine.stop].requires_grad_()
+        y = fp8fn.grouped_gemm(rows, own, routing.offsets, recipe="blockwise_pow2")
         out = combine(y, routing)
-        whole = _rows(rank).requires_grad_()
-        ends = COUNTS[rank].cumsum(0).to(x.device, torch.int32)
+        whole = _rows(rank, counts).requires_grad_()
+        ends = counts[rank].cumsum(0).to(x.device, torch.int32)
         one = fp8fn.grouped_gemm(whole, weights, ends, recipe="blockwise_pow2")
         assert torch.equal(out, one)  # dispatched rows are not rounded again
 
@@ -71,10 +79,14 @@ def _case(rank: int, capacity: int | None = None) -> None:
         grad = drawn(*out.shape, seed=5 + rank).bfloat16()
         out.backward(grad)
         one.backward(grad)
-        assert (sent == 0) if pulled else (0 < sent <= 0.55 * grad.numel() * 2)
+        assert (sent == 0) if pulled else (sent <= 0.55 * grad.numel() * 2)
+        assert (sent > 0) == (not pulled and grad.numel() > 0)
         assert x.grad is not None
         assert whole.grad is not None
-        assert snr(x.grad, whole.grad) > 60
+        assert x.grad.shape == whole.grad.shape
+        assert not x.grad.numel() or snr(x.grad, whole.grad) > 60
+        assert own.grad is not None
+        assert own.grad.count_nonzero((1, 2)).bool().tolist() == [len(each) > 0 for each in expected]
     finally:
         dist.all_to_all_single = plain
 
@@ -93,10 +105,18 @@ def _errors(rank: int) -> None:
         combine(torch.zeros(routing.exchange.rows, N).to(torch.float8_e4m3fn), routing)
     with pytest.raises(ValueError, match=r"combine: y has shape \(\d+, 2, 128\)"):
         combine(torch.zeros(routing.exchange.rows, 2, N), routing)
-    with pytest.raises(TypeError, match=r"counts has dtype torch\.float32"):
-        dispatch(same, torch.tensor([4.0, 0, 0, 0]))
+    for dtype in (torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16):
+        for capacity in (None, 4):
+            with pytest.raises(TypeError, match=rf"dispatch: counts has dtype {dtype}; use int32 or int64"):
+                dispatch(same, torch.tensor([1, 1, 1, 1], dtype=dtype), capacity=capacity)
+    with pytest.raises(TypeError, match=r"dispatch: x has dtype torch\.float64"):
+        dispatch(same.double(), torch.tensor([4, 0, 0, 0]))
     with pytest.raises(ValueError, match="counts of rank 1 sum to"):  # on all ranks
         dispatch(same, torch.tensor([4, 0, 0, rank]))
+    for different, named in ((torch.randn(4, K + rank), 301), (same.to((torch.bfloat16, torch.float16)[rank]), 300)):
+        message = rf"dispatch: rank 1 has counts of 4 experts and x of width {named} in torch\.float\d\d, and rank 0 "
+        with pytest.raises(ValueError, match=message):  # on all ranks
+            dispatch(different, torch.tensor([0, 1, 3, 0]))
     with pytest.raises(ValueError, match="a multiple of the 2 ranks"):
         dispatch(same, torch.tensor([4, 0, 0]))
     for capacity in (None, 4):
@@ -109,20 +129,23 @@ def _errors(rank: int) -> None:
 def _wrong_counts(rank: int, pulled: bool) -> None:
     """Known to the host, or to be seen in the results of all ranks."""
     same = torch.randn(4, K)
-    for counts, message in (
-        ([4, 0, 0, rank], "counts of rank 1 sum to"),
-        ([5, 0, 0, -1], "counts of rank 0 have a negative number"),
-        ([0, 4, 0, 0], "rank 0 would receive 8 rows, and capacity is 6"),
-        ([0, 2, 2, 0], r"ranks have capacity \[6, 7\] and rows of width"),
+    typed = same.to((torch.bfloat16, torch.float16)[rank])
+    for x, counts, message in (
+        (same, [4, 0, 0, rank], "counts of rank 1 sum to"),
+        (same, [5, 0, 0, -1], "counts of rank 0 have a negative number"),
+        (same, [0, 4, 0, 0], "rank 0 would receive 8 rows, and capacity is 6"),
+        (same, [0, 2, 2, 0], r"ranks have capacity \[6, 7\]"),
+        (typed, [0, 2, 2, 0], r"x of width 300 in torch\.float16, and rank 0 .* in torch\.bfloat16"),
+        (torch.randn(4, K + rank), [0, 2, 2, 0], "x of width 301 in .*, and rank 0 .* 300"),
     ):
-        capacity = 6 + rank * ("width" in message)
+        capacity = 6 + rank * ("capacity \\[" in message)
         if not pulled:
             with pytest.raises(ValueError, match=message):
-                dispatch(same, torch.tensor(counts), capacity=capacity)
+                dispatch(x, torch.tensor(counts), capacity=capacity)
             continue
-        rows, routing = dispatch(same, torch.tensor(counts), capacity=capacity)
+        rows, routing = dispatch(x, torch.tensor(counts), capacity=capacity)
         rows = rows[:6]
-        assert rows.shape == (6, K)
+        assert rows.shape == (6, x.shape[1])
         assert rows.isnan().all()
         assert combine(torch.zeros(capacity, N), routing).isnan().all()
     rows, routing = dispatch(same, torch.tensor([0, 3, 0, 1]), capacity=6)
@@ -176,6 +199,9 @@ def _run(rank: int, device: str, folder: str) -> None:
         pulled = device == "cuda"
         _case(rank)
         _case(rank, capacity=80)
+        for counts in EMPTY.values():
+            _case(rank, counts=counts)
+            _case(rank, capacity=40, counts=counts)
         _errors(rank)
         _wrong_counts(rank, pulled)
         if pulled:

@@ -172,6 +172,6 @@ def test_a_step_of_expert_parallelism(world: int, rank: int) -> None:
         assert x.grad is not None
         assert torch.equal(x.grad, torch.ones_like(x))
     # Counts, rows and the backward of combine in FP8, and results and the backward of dispatch in bfloat16.
-    counts, fp8, wide = 16 * world, world * (k + k // 128), 2 * world * k
+    counts, fp8, wide = 24 * world, world * (k + k // 128), 2 * world * k
     assert step.of("alltoall") == [counts, fp8, wide, fp8, wide]
     assert len(step.found) == 5
