@@ -81,8 +81,8 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
 
     Raises:
         TypeError: `x`, `counts` or `group` has a wrong type.
-        ValueError: E is no multiple of the ranks, or T exceeds `capacity`. On all ranks: `counts` of one do not sum to
-            T, it would receive too many rows, or its `x` has another K or type than that of rank 0.
+        ValueError: E is no multiple of the ranks, or T exceeds `capacity`; on all ranks, `counts` of one do not sum to
+            T, it would receive too many rows, or types or K differ.
 
     Example:
         >>> import torch.distributed as dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, Final, cast
@@ -86,6 +87,12 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
     _recipe("gather_fp8", "recipe", recipe)
     parsed = parse_recipe(recipe_key(recipe))
     places, chosen, kept = choose("gather_fp8", model, where, _why_not)
+    for names in chosen.values():  # FSDP marks the modules that it manages for Dynamo
+        if any(getattr(places[name].module, "_is_fsdp_managed_module", False) for name in names):
+            raise ValueError(
+                f"gather_fp8: FSDP has sharded {names[0]} already; call gather_fp8 before fully_shard, or leave the "
+                "weight out by where="
+            )
     for weight, names in chosen.items():
         form = GatherForm(names[0], parsed.weight_block, parsed.weight_dtype, parsed.scale)
         parameter = _wrapped(weight, form)
@@ -149,11 +156,12 @@ def update_scales(model: nn.Module) -> None:
     rank that has written it.
 
     Args:
-        model: Module on which `fully_shard` was called, or its root.
+        model: Module on which `fully_shard` was called, or its root; of a part, the part's weights are quantized.
 
     Raises:
         TypeError: `model` is no module.
-        RuntimeError: A rank's weight was replaced since `gather_fp8`, by another parameter of its module.
+        RuntimeError: A rank's weight was replaced since `gather_fp8`, by another parameter of its module; or `model` is
+            a part, and FSDP holds its weights gathered.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
@@ -165,6 +173,12 @@ def update_scales(model: nn.Module) -> None:
     groups: dict[dist.ProcessGroup, list[_Placed]] = {}
     for weight in _sharded(model):
         groups.setdefault(weight.group, []).append(weight)
+    if not groups and not any(_is_chosen(module) for module in model.modules()):
+        warnings.warn(
+            f"update_scales: gather_fp8 has chosen no weight of this {type(model).__name__}, and FSDP gathers them "
+            "unquantized; call gather_fp8(model) before fully_shard",
+            stacklevel=4,  # `checked` and `no_grad` are between
+        )
     for group, weights in groups.items():
         counts = [weight.blocks for weight in weights]
         # The last one is the number of a weight that some rank has lost: all raise, for the others would wait for it.
@@ -359,6 +373,11 @@ def _placed(module: nn.Module, name: str, parameter: DTensor, master: MasterWeig
     return found
 
 
+def _is_chosen(module: nn.Module) -> bool:
+    """Whether weights of the module itself are gathered in FP8 under FSDP; copies of a model are not in `_WRAPPED`."""
+    return module in _WRAPPED or any(isinstance(local_of(each), MasterWeight) for each in module._parameters.values())
+
+
 def _sharded(model: nn.Module) -> Iterator[_Placed]:
     """The shards of all weights, once each. FSDP gives back what it still holds gathered.
 
@@ -372,6 +391,12 @@ def _sharded(model: nn.Module) -> Iterator[_Placed]:
         for module, _ in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()
+        for name, weight in model.named_parameters():
+            if is_gathered(local_of(weight)):  # the next forward would multiply by the bytes of before
+                raise RuntimeError(
+                    f"update_scales: FSDP holds {name} gathered, by a module that is not within this "
+                    f"{type(model).__name__}; call update_scales with the model on which fully_shard was called"
+                )
     seen: set[int] = set()
     for module, forms in modules:
         for name, parameter in module._parameters.items():
