@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp8fn
 from fp8fn.distributed import gather_fp8, update_scales
@@ -152,8 +153,31 @@ def test_copies_before_fully_shard(prepared: bool) -> None:
         copy.deepcopy(model)
 
 
-def test_a_forward_under_a_product_in_fp8_of_a_part_alone() -> None:
-    """A part that FSDP has sharded runs by itself, with the weights that its own `update_scales` has quantized."""
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # a style's output is a view
+@pytest.mark.parametrize("order", ["gather, parallelize", "parallelize, gather", "parallelize, copy, gather"])
+def test_copies_under_tensor_parallelism(order: str) -> None:
+    """`gather_fp8` and `parallelize_module` in either order, and a copy, before `fully_shard`: one result."""
+    mesh, x = mesh_of(1, 1, names=("dp", "tp")), drawn(32, 256, seed=1)
+    models = [_model()[0]]
+    expected = fp8fn.fp8(_model()[0])(x)
+    for step in order.split(", "):
+        if step == "copy":
+            models.append(copy.deepcopy(models[0]))
+            continue
+        for model in models:
+            if step == "gather":
+                assert gather_fp8(model).quantized == ("0.weight", "2.weight")
+            else:
+                parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    models.append(copy.deepcopy(models[0]))
+    for model in models:
+        fully_shard(model, mesh=mesh["dp"])
+        update_scales(model)
+        assert torch.equal(fp8fn.fp8(model)(x), expected)
+
+
+def test_a_part_that_runs_alone() -> None:
+    """It needs no other `update_scales` than its own."""
     model, x = _model(), drawn(32, 256, seed=1)
     whole = copy.deepcopy(model[0])
     gather_fp8(model)
