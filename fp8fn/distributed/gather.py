@@ -24,7 +24,7 @@ from fp8fn.ops.layout import WHOLE, is_square, matrix_strides, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.sharded import local_of
 from fp8fn.ops.torch_private.core import copy_each
-from fp8fn.ops.torch_private.dtensor import set_local_part
+from fp8fn.ops.torch_private.dtensor import is_managed_by_fsdp, set_local_part
 from fp8fn.site import Where, check_where
 from fp8fn.weights.form import block_by_dimension, bytes_of
 from fp8fn.weights.fp8_weight import is_gathered
@@ -87,8 +87,8 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
     _recipe("gather_fp8", "recipe", recipe)
     parsed = parse_recipe(recipe_key(recipe))
     places, chosen, kept = choose("gather_fp8", model, where, _why_not)
-    for names in chosen.values():  # FSDP marks the modules that it manages for Dynamo
-        if any(getattr(places[name].module, "_is_fsdp_managed_module", False) for name in names):
+    for names in chosen.values():
+        if any(is_managed_by_fsdp(places[name].module) for name in names):
             raise ValueError(
                 f"gather_fp8: FSDP has sharded {names[0]} already; call gather_fp8 before fully_shard, or leave the "
                 "weight out by where="

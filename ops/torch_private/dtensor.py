@@ -8,7 +8,7 @@ Import `torch.distributed.tensor` first: fp8fn's rules follow that import at onc
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, parallel
 
 from fp8fn.ops.torch_private import look_for, needed_by
@@ -33,3 +33,8 @@ def local_part(x: DTensor) -> Tensor:
 
 def set_local_part(x: DTensor, part: Tensor) -> None:
     x._local_tensor = part
+
+
+def is_managed_by_fsdp(module: nn.Module) -> bool:
+    """By the mark that FSDP sets for Dynamo on each module whose parameters it shards; no class has it."""
+    return bool(getattr(module, "_is_fsdp_managed_module", False))
