@@ -127,7 +127,7 @@ class TestTiming:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=2**20))
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(f"sleep {cycles}"))
+        monkeypatch.setattr("fp8fn.timing.spin_gpu", lambda cycles: log.append(f"sleep {cycles}"))
         monkeypatch.setattr("fp8fn.timing.flush_bytes", lambda size: size)
         gpu = GpuClock(CPU)
         assert gpu.flush_us == 0.0
