@@ -12,7 +12,8 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import Chip, Target
 
 # The rows that an expert has room for, by those that it is taken to have where only the device counts them: what a tile
-# is chosen by. It was not measured. DeepGEMM's own shapes have 4 to 205 times the room.
+# is chosen by, unless the caller says how many rows to expect. It was not measured: DeepGEMM's own shapes have 4 to 205
+# times the room.
 ROOM_FOR_A_ROW: Final = 16
 
 
@@ -63,6 +64,8 @@ class ScaledProduct(_Product):
     counts: Tensor | None = None
     zeros: bool = True
     """With `counts`: whether the rows past an expert's count become zeros, or may stay unwritten."""
+    expected_rows: int | None = None
+    """With `counts`: the rows of an expert in the mean, as the caller expects them."""
     fast: bool = False
     """Whether sums over K may stay in the tensor core's accumulator, which keeps some 14 bits."""
     chip: Chip | None = None
@@ -71,6 +74,13 @@ class ScaledProduct(_Product):
     @property
     def k(self) -> int:
         return self.a.data.shape[-1]
+
+    @property
+    def mean_rows(self) -> int:
+        """The rows of a group of rows in the mean, as far as the host can tell: a tile is chosen by them."""
+        if self.counts is None:
+            return -(-self.m // self.group_ends.shape[0])
+        return min(self.expected_rows or -(-self.m // ROOM_FOR_A_ROW), self.m)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

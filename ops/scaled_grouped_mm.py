@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
+from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.groups import (
     LARGE,
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 SCALED_GROUPED_MM_SCHEMA: Final = (
     "scaled_grouped_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
-    " Tensor? offsets=None, Tensor? bias=None, ScalarType? out_dtype=None, Tensor? counts=None, bool zeros=True)"
-    " -> Tensor"
+    " Tensor? offsets=None, Tensor? bias=None, ScalarType? out_dtype=None, Tensor? counts=None, bool zeros=True,"
+    " SymInt? expected_rows=None) -> Tensor"
 )
 
 # No scale holds for two rows of tokens, since the border of a group may lie between them, unless it holds for all.
@@ -54,12 +55,14 @@ _NAME: Final = "scaled_grouped_mm"
 class Groups(NamedTuple):
     """Where the groups of a product lie: they end at the `offsets (E,)`, or each has the first `counts (E,)` rows.
 
-    With `counts`, `zeros` says whether the other rows of the result become zeros, or may stay unwritten.
+    With `counts`, `zeros` says whether the other rows of the result become zeros, or may stay unwritten, and a tile is
+    chosen by `expected_rows`, those of an expert in the mean: any number of them gives the same result.
     """
 
     offsets: Tensor | None
     counts: Tensor | None = None
     zeros: bool = True
+    expected_rows: int | None = None
 
 
 def check_scaled_grouped_mm(
@@ -67,7 +70,9 @@ def check_scaled_grouped_mm(
 ) -> tuple[Quantized, Quantized]:
     """The operands with known blocks, or the error that says which argument is wrong and what would work."""
     (a, a_scale, a_block), (b, b_scale, b_block) = a_parts, b_parts
-    offsets, counts, zeros = groups
+    offsets, counts, zeros, expected_rows = groups
+    if expected_rows is not None:
+        _check_expected(expected_rows, counts)
     if counts is not None:
         check_masked(_NAME, a, b, offsets, counts)
     elif offsets is None:
@@ -121,6 +126,13 @@ def check_grouping(name: str, a: Tensor, b: Tensor, offsets: Tensor) -> None:
     check_offsets(name, offsets, "a", a)
     if b.ndim == 3:
         check_group_count(name, offsets, "b", b)
+
+
+def _check_expected(rows: int, counts: Tensor | None) -> None:
+    if counts is None:
+        raise ValueError(f"{_NAME}: expected_rows={rows} needs counts; offsets say the rows of all groups together")
+    if rows < 1:
+        raise ValueError(f"{_NAME}: expected_rows={rows}; give the rows of an expert in the mean, 1 or more, or None")
 
 
 def check_masked(name: str, a: Tensor, b: Tensor, offsets: Tensor | None, counts: Tensor) -> None:
@@ -221,9 +233,9 @@ def scaled_grouped_mm_reference(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    counts: Tensor | None = None, zeros: bool = True,
+    counts: Tensor | None = None, zeros: bool = True, expected_rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    groups, out_dtype = Groups(offsets, counts, zeros), out_dtype or torch.bfloat16
+    groups, out_dtype = Groups(offsets, counts, zeros, expected_rows), out_dtype or torch.bfloat16
     left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), groups, bias, out_dtype)
     if counts is not None:
         return reference.scaled_masked_mm(left, right, counts, bias, out_dtype)
@@ -236,9 +248,9 @@ def scaled_grouped_mm_fake(  # noqa: PLR0913  an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    counts: Tensor | None = None, zeros: bool = True,
+    counts: Tensor | None = None, zeros: bool = True, expected_rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    groups = Groups(offsets, counts, zeros)
+    groups = Groups(offsets, counts, zeros, expected_rows)
     check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), groups, bias, out_dtype)
     return empty_grouped_output(a, b, offsets, out_dtype)
 
@@ -247,20 +259,24 @@ def scaled_grouped_mm_kernel(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    counts: Tensor | None = None, zeros: bool = True,
+    counts: Tensor | None = None, zeros: bool = True, expected_rows: int | None = None,
 ) -> Tensor:  # fmt: skip
     tensors = (a, a_scale, b, b_scale, offsets, bias, counts)
-    return SCALED_GROUPED_MM(tensors, (tuple(a_block), tuple(b_block), out_dtype, zeros))[0]
+    if expected_rows is not None and expected_rows > 0:  # by powers of two, so that few calls are prepared
+        expected_rows = ceil_power_of_two(expected_rows)
+    return SCALED_GROUPED_MM(tensors, (tuple(a_block), tuple(b_block), out_dtype, zeros, expected_rows))[0]
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
-    (a, a_scale, b, b_scale, offsets, bias, counts), (a_block, b_block, out_dtype, zeros) = tensors, values
-    groups = Groups(offsets, counts, zeros)
+    a, a_scale, b, b_scale, offsets, bias, counts = tensors
+    a_block, b_block, out_dtype, zeros, expected_rows = values
+    groups = Groups(offsets, counts, zeros, expected_rows)
     left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), groups, bias, out_dtype)
     out, target = empty_grouped_output(a, b, offsets, out_dtype), targets.target_of(a.device)
     return ScaledProduct(
-        a=left, b=right, offsets=offsets, counts=counts, zeros=zeros, bias=bias, out=out, target=target
-    )
+        a=left, b=right, offsets=offsets, counts=counts, zeros=zeros, expected_rows=expected_rows, bias=bias, out=out,
+        target=target,
+    )  # fmt: skip
 
 
 def _settled(product: ScaledProduct) -> Tensors | None:

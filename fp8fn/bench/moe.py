@@ -279,7 +279,7 @@ def _blockwise(experts: Experts) -> Call:
 def _masked(experts: CountedExperts, *, zeros: bool) -> Call:
     a, b = fp8fn.quantize(experts.x, (1, 128)), fp8fn.quantize(experts.w, (128, 128))
     args = (a.data, a.scale, a.block, b.data, b.scale, b.block, None, None, torch.bfloat16, experts.counts)
-    return partial(torch.ops.fp8fn.scaled_grouped_mm, *args, zeros=zeros)
+    return partial(torch.ops.fp8fn.scaled_grouped_mm, *args, zeros=zeros, expected_rows=experts.mean)
 
 
 def _unquantized(experts: Experts) -> Call:

@@ -19,7 +19,7 @@ import triton.language as tl
 from fp8fn.ops.groups import ROWS, most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.mx_mm import has_lines, is_mx
-from fp8fn.ops.products import ROOM_FOR_A_ROW, ScaledProduct
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm_scaled import FORMATS
@@ -286,7 +286,7 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
     (m, k), n, groups = a.shape[-2:], b.shape[2], offsets.shape[0]
     formats = formats_of(product)
     if formats["A_FORMAT"] is not None:
-        tile, bk = _scaled_config(product, _mean_rows(product), k)
+        tile, bk = _scaled_config(product, product.mean_rows, k)
     else:
         tile = configured(product)
         bk = min((size for size in (a_block[1], b_block[0]) if size != WHOLE), default=128)
@@ -380,14 +380,9 @@ def configured(product: ScaledProduct) -> GemmConfig:
     return _rows_config(product) if product.b.data.dim() == 3 else _k_config(product)
 
 
-def _mean_rows(product: ScaledProduct) -> int:
-    """The rows of a group in the mean; of a batch with counts those that an expert is taken to have."""
-    return ceil_div(product.m, product.group_ends.shape[0] if product.counts is None else ROOM_FOR_A_ROW)
-
-
 def _rows_config(product: ScaledProduct) -> GemmConfig:
     a, b, out, target = product.a.data, product.b.data, product.out, product.target
-    config = choose_config(_mean_rows(product), b.shape[2], b.shape[1], target, aligned=is_aligned(a, b, out))
+    config = choose_config(product.mean_rows, b.shape[2], b.shape[1], target, aligned=is_aligned(a, b, out))
     if b.stride(1) != 1 and target.arch in (89, 120) and config.BM == 64:
         # The weight is turned around in registers: 6 of them spill from a tile of 128 columns.
         return replace(config, BN=min(config.BN, 64))

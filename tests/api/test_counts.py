@@ -278,10 +278,25 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = 
         lambda: scaled(a=QA.data[0], a_scale=QA.scale[0], offsets=C, counts=None, zeros=False), ValueError,
         ("zeros=False needs counts",),
     ),
+    "expected without counts": (
+        lambda: scaled(a=QA.data[0], a_scale=QA.scale[0], offsets=C, counts=None, expected_rows=4), ValueError,
+        ("expected_rows=4 needs counts", "offsets"),
+    ),
+    "expected": (lambda: scaled(expected_rows=0), ValueError, ("expected_rows=0", "1 or more, or None")),
     "a_block": (
         lambda: scaled(a_block=(128, 128), a_scale=QA.scale[:, :1]), ValueError, ("a_block=(128, 128)", "use one of"),
     ),
 }  # fmt: skip
+
+
+def test_rows_that_are_expected_change_no_result_and_compile_nothing_again(fresh_dynamo: None) -> None:
+    """They are symbolic: a step of decoding expects another number each time."""
+    step = torch.compile(lambda rows: scaled(expected_rows=rows), fullgraph=True, dynamic=True)
+    want = scaled()
+    for i, rows in enumerate((20, 5, 1000, 2**31)):
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            assert torch.equal(step(rows), want)
+        assert torch.equal(scaled(expected_rows=rows), want)
 
 
 @pytest.mark.parametrize("name", ERRORS)

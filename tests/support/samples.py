@@ -394,6 +394,11 @@ def _masked_scaled_mm(x: _Normal, seed: int, device: torch.device | str) -> list
             {"zeros": False},
         ),
         Sample(
+            "masked_expected",
+            (*_operand(x(3, 24, 96), row), *_operand(x(3, 96, 48), square), None, None, FP32, few),
+            {"expected_rows": 10},
+        ),
+        Sample(
             "empty_masked",
             (*_operand(x(3, 0, 40), row), *_operand(x(3, 40, 16), square), None, x(3, 16), FP32, few),
             {},

@@ -27,7 +27,7 @@ from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch
-from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
+from fp8fn.ops.triton.scaled_grouped_mm import configured, plan_scaled_grouped_mm
 from fp8fn.ops.tuning.model import SMALLEST, X, grouped_tiles, modelled
 from fp8fn.ops.tuning.problem import problem_of
 from support.accuracy import relative_error
@@ -224,6 +224,34 @@ def test_the_room_for_rows_is_taken_to_be_full_by_a_sixteenth() -> None:
     few, many = (planned_product("rows", experts=32, room=room, n=4096, k=7168) for room in (128, 16384))
     assert modelled(few).BM == 64
     assert modelled(many).BM >= 128
+
+
+@pytest.mark.parametrize(
+    ("experts", "n", "rows", "tile"),
+    [
+        (6, 6144, 20, (64, 64)), (32, 6144, 20, (64, 128)), (6, 7168, 20, (64, 128)), (6, 4096, 64, (64, 64)),
+        (32, 6144, 192, (128, 128)), (6, 4096, 1024, (128, 128)), (6, 4096, 65, (128, 128)),
+        (32, 6144, None, (128, 128)), (32, 6144, 4096, (192, 128)),
+    ],
+)  # fmt: skip
+def test_the_tile_by_the_rows_that_are_expected(experts: int, n: int, rows: int | None, tile: tuple[int, int]) -> None:
+    """The fastest of those timed on an H200, or within 4 % of it."""
+    of = replace(planned_product("rows", experts=experts, room=4096, n=n, k=4096), expected_rows=rows)
+    config = modelled(of)
+    assert tile == (config.BM, config.BN)
+
+
+@pytest.mark.parametrize("kind", HOPPER)
+def test_each_kind_of_scales_has_a_tile_for_each_number_of_rows(kind: str) -> None:
+    for rows in (1, 64, 65, 1024, 1025, 2**40):
+        of = replace(planned_product(kind, room=3000), expected_rows=rows)
+        assert replace(modelled(of), GROUP=X.GROUP) in configs(kind, every=True)
+        assert of.mean_rows == min(rows, 3000)
+
+
+def test_triton_takes_the_rows_that_are_expected() -> None:
+    few, many = (replace(planned_product("rows", SM89, room=4096), expected_rows=rows) for rows in (16, 2048))
+    assert configured(few).BM < configured(many).BM
 
 
 def test_what_is_chosen_and_how_it_is_told() -> None:
