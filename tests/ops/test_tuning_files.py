@@ -52,11 +52,14 @@ def test_the_shipped_tables_are_valid() -> None:
 
 
 def test_a_second_sweep_agrees_with_the_shipped_table() -> None:
-    """`h200_second_sweep.json` is of the same products on the same chip, right after the first."""
+    """`h200_second_sweep.json` is of the same products on the same chip, right after the first sweep.
+
+    Six of DeepGEMM's shapes were measured later.
+    """
     shipped = table.read(table._FOLDER / table.SHIPPED[H200])
     second = table.read(Path(__file__).parent / "h200_second_sweep.json")
     found = compare.agreement(shipped, second)
-    assert found.problems == len(second.entries) == len(shipped.entries) == 237
+    assert found.problems == len(second.entries) == len(shipped.entries) - 6 == 237
     assert found.within >= 0.95 * found.problems
     assert found.carried > 0.995
     for sweep in (shipped, second):
