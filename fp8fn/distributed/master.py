@@ -124,7 +124,14 @@ class Gathered(NamedTuple):
 @untraced
 def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """Runs an op on the master itself; a view or a copy of a master is one too."""
-    kwargs = kwargs or {}
+    if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
+        # PyTorch gives a view of a normal tensor the version counter of its base, and an inference tensor has none.
+        with torch.inference_mode(False):
+            return _run(func, args, kwargs or {})
+    return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
     if written := _written(func):
         _count_writes(written, args, kwargs)

@@ -361,6 +361,19 @@ def _evaluated() -> None:
         assert all(master.is_current for master in masters)
 
 
+def _evaluated_first_in_inference_mode() -> None:
+    """As FSDP2 does in 16 bits: what is made there serves no training."""
+    model = _model(304)
+    gather_fp8(model)
+    _sharded(model, {})
+    update_scales(model)
+    with torch.inference_mode():
+        first = model(_tokens(0, 0))
+        assert torch.equal(model(_tokens(0, 0)), first)
+    with torch.no_grad():
+        assert torch.equal(model(_tokens(0, 0)), first)
+
+
 def _loaded_after_a_capture() -> None:
     """FSDP pads a ragged shard into new memory, which no graph knows."""
     for rows in (304, 309):
@@ -707,6 +720,7 @@ def _run(rank: int, device: str, folder: str) -> None:
         _written_in_place()
         _captured_update()
         _evaluated()
+        _evaluated_first_in_inference_mode()
         _loaded_after_a_capture()
         if device == "cuda":
             _captured_steps()
