@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fp8fn.meta.levels import apply
+from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE_POW2, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.torch_private.dtensor import parallel as torch_parallel
 from fp8fn.quantization import dequantize
@@ -93,10 +94,10 @@ class _Scatter(torch.autograd.Function):
 def _input(
     x: Any, mesh: DeviceMesh, given: tuple[Placement, ...], wanted: tuple[Placement, ...], recipe: Recipe
 ) -> Any:
-    """The input of a module as it is wanted: gathered as FP8 if it is a sequence."""
+    """The input of a module as it is wanted: gathered as FP8 if it is a sequence of a type that FP8 stands for."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, given, run_check=False)
-    if wanted == (Replicate(),) and _is_sequence(x.placements, x.ndim):
+    if wanted == (Replicate(),) and x.dtype in INPUT_DTYPES and _is_sequence(x.placements, x.ndim):
         gathered: DTensor = apply(_Gather, x, recipe.activation_dtype)
         return gathered
     return x if x.placements == wanted else x.redistribute(placements=wanted)
@@ -165,7 +166,8 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         self.recipe = _checked("RowwiseParallel", recipe)
 
     def _prepare_output_fn(self, wanted: Any, local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:  # type: ignore[override]
-        if outputs.placements == (Partial(),) and _is_sequence(wanted, outputs.ndim):
+        is_partial = outputs.placements == (Partial(),)
+        if is_partial and outputs.dtype in INPUT_DTYPES and _is_sequence(wanted, outputs.ndim):
             outputs = apply(_Scatter, outputs, wanted, self.recipe.gradient_dtype)
         elif outputs.placements != wanted:
             outputs = outputs.redistribute(placements=wanted)

@@ -23,6 +23,7 @@ import fp8fn.distributed as fp8_styles
 from fp8fn.distributed import gather_fp8, update_scales
 from support.accuracy import snr
 from support.processes import DEVICES, drawn, mesh_of, process_group, run_processes, skip_without
+from support.ranks import ranks_in_one_process, sharded
 
 VOCABULARY, WIDTH, HEADS = 256, 512, 4
 PLANS = {"torch": torch_styles, "fp8fn": fp8_styles}
@@ -374,6 +375,17 @@ def test_gathered_weights_of_tensor_parallelism(tmp_path: Path) -> None:
         _same(plain, model, 130)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_a_sequence_of_a_type_that_fp8_does_not_stand_for_is_gathered_as_it_is(dtype: torch.dtype) -> None:
+    """Such as a mask, which `PrepareModuleInput` gathers beside the activations."""
+    x = drawn(2, 8, 16, seed=1).sign().clamp_min(0).to(dtype)
+    with ranks_in_one_process(2) as ranks, ranks.mode:
+        style = fp8_styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        module = torch_styles.parallelize_module(nn.Identity(), ranks.mesh, style)
+        out = module(sharded(x, ranks.mesh, Shard(1)).to_local()).full_tensor().reconcile()
+    assert torch.equal(out, x)
 
 
 @pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel", "PrepareModuleInput"])
