@@ -22,6 +22,7 @@ from fp8fn.distributed.exchange import ByCollective, ByPulls, Exchange
 from fp8fn.meta import levels
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.sharded import is_sharded
 from fp8fn.ops.symmetric_memory import not_shared
 from fp8fn.ops.torch_private import collectives
 
@@ -51,12 +52,27 @@ def _check_group(op: str, name: str, value: Any) -> None:
         )
 
 
+def _check_rows(op: str, name: str, value: Any) -> None:
+    arguments.matrix(op, name, value)
+    _check_local(op, name, value)
+
+
+def _check_counts(op: str, name: str, value: Any) -> None:
+    arguments.tensor(op, name, value)
+    _check_local(op, name, value)
+
+
+def _check_local(op: str, name: str, value: Any) -> None:
+    if is_sharded(value):
+        raise TypeError(f"{op}: {name} is a DTensor; pass what this rank has of it, {name}.to_local()")
+
+
 def _check_routing(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Routing):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass the Routing that dispatch returned")
 
 
-@checked(x=arguments.matrix, counts=arguments.tensor, group=_check_group)
+@checked(x=_check_rows, counts=_check_counts, group=_check_group)
 def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | None = None) -> tuple[Tensor, Routing]:
     """Sends rows to the ranks of their experts as FP8 bytes and scales.
 
@@ -81,8 +97,9 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
 
     Raises:
         TypeError: `x`, `counts` or `group` has a wrong type.
-        ValueError: E is no multiple of the ranks, or T exceeds `capacity`; on all ranks, `counts` of one do not sum to
-            T, it would receive too many rows, or types or K differ.
+        ValueError: E is no multiple of the ranks; on all ranks, `counts` of one do not sum to T, it would send or
+            receive more than `capacity` rows, or types or K differ. GPUs that read each other's memory raise for T
+            above `capacity` alone, each for itself.
 
     Example:
         >>> import torch.distributed as dist
@@ -93,7 +110,7 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
         >>> dist.destroy_process_group()
     """
     group = dist.group.WORLD if group is None else group
-    arguments.matrix("dispatch", "x", x)  # here, before other ranks wait for this one's counts
+    _check_rows("dispatch", "x", x)  # here, before other ranks wait for this one's counts
     if x.ndim != 2:  # which `arguments.matrix` allows
         raise ValueError(f"dispatch: x has shape {tuple(x.shape)}; it must be (T, K)")
     routing = _routing(x, counts, group) if capacity is None else _within(x, counts, group, capacity)
@@ -101,7 +118,7 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
     return rows, routing
 
 
-@checked(y=arguments.matrix, routing=_check_routing)
+@checked(y=_check_rows, routing=_check_routing)
 def combine(y: Tensor, routing: Routing) -> Tensor:
     """Sends the experts' results back to the rows' ranks, in their own type; the backward sends gradients in FP8.
 
@@ -129,7 +146,7 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
         torch.Size([5, 128])
         >>> dist.destroy_process_group()
     """
-    arguments.matrix("combine", "y", y)  # an exchange of bytes would not notice
+    _check_rows("combine", "y", y)  # an exchange of bytes would not notice
     if y.ndim != 2:
         raise ValueError(f"combine: y has shape {tuple(y.shape)}; it must be (R, N)")
     if y.shape[0] != routing.exchange.rows:
@@ -193,8 +210,9 @@ def _check_faults(faults: list[int]) -> None:
         if fault == _NEGATIVE:
             raise ValueError(f"dispatch: counts of rank {rank} have a negative number; count each row once")
         if fault:
+            more = "fewer" if fault > 0 else "more"
             raise ValueError(
-                f"dispatch: counts of rank {rank} sum to {-fault:+} rows more than x has; count each row once"
+                f"dispatch: counts of rank {rank} sum to {abs(fault)} rows {more} than x has; count each row once"
             )
 
 
@@ -212,14 +230,14 @@ def _within(x: Tensor, counts: Tensor, group: Any, capacity: int) -> Routing:
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(f"dispatch: capacity is {capacity!r}; give a number of rows, or None for any number")
     tokens = x.shape[0]
-    if tokens > capacity:
+    why_not = not_shared(group) if x.is_cuda else f"x is on {x.device}"
+    if why_not is None and tokens > capacity:  # the buffer has no place for them, and no host would say so later
         raise ValueError(f"dispatch: x has {tokens} rows, and capacity is {capacity}; a rank sends no more than that")
     mine = _counted(x, counts, group, capacity)
     world = mine.shape[0]
     gathered = collectives.wait(collectives.all_gather(mine, world, group.group_name))
     gathered = gathered.view(world, *mine.shape)
     heads, by_rank = gathered[:, 0, :3], gathered[..., 3:]  # a head has the form, the fault and the capacity of a rank
-    why_not = not_shared(group) if x.is_cuda else f"x is on {x.device}"
     if why_not is None:
         wrong = heads[:, 1].abs() + (heads != heads[0]).sum(1)
         pulls = ByPulls(counts=by_rank.flatten(1), faults=wrong, tokens=tokens, capacity=capacity, group=group)
@@ -233,10 +251,11 @@ def _within(x: Tensor, counts: Tensor, group: Any, capacity: int) -> Routing:
     if len(set(capacities)) > 1:
         raise ValueError(f"dispatch: ranks have capacity {capacities}; give one number to all of them")
     _check_faults(faults)
-    received = [sum(to) for to in zip(*rows, strict=True)]
-    if max(received) > capacity:
-        rank = received.index(max(received))
-        raise ValueError(f"dispatch: rank {rank} would receive {received[rank]} rows, and capacity is {capacity}")
+    sent, received = list(map(sum, rows)), [sum(to) for to in zip(*rows, strict=True)]
+    for numbers, does in ((sent, "send"), (received, "receive")):
+        if max(numbers) > capacity:
+            rank = numbers.index(max(numbers))
+            raise ValueError(f"dispatch: rank {rank} would {does} {numbers[rank]} rows, and capacity is {capacity}")
     rank = dist.get_rank(group)
     return _by_collective(by_rank[:, rank], rows[rank], [row[rank] for row in rows], capacity, group)
 

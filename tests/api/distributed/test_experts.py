@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fp8fn
 from fp8fn.distributed import combine, dispatch
 from fp8fn.distributed.exchange import ByCollective, ByPulls
 from fp8fn.ops import reference
 from support.accuracy import snr
-from support.processes import DEVICES, drawn, process_group, run_processes, skip_without
+from support.processes import DEVICES, drawn, mesh_of, process_group, run_processes, skip_without
 
 RANKS, EXPERTS, K, N = 2, 4, 300, 128
 COUNTS = torch.tensor([[3, 0, 40, 7], [1, 0, 0, 25]])  # of each rank; nobody has rows for expert 1
@@ -111,8 +112,17 @@ def _errors(rank: int) -> None:
                 dispatch(same, torch.tensor([1, 1, 1, 1], dtype=dtype), capacity=capacity)
     with pytest.raises(TypeError, match=r"dispatch: x has dtype torch\.float64"):
         dispatch(same.double(), torch.tensor([4, 0, 0, 0]))
-    with pytest.raises(ValueError, match="counts of rank 1 sum to"):  # on all ranks
+    with pytest.raises(ValueError, match="counts of rank 1 sum to 1 rows more than x has"):  # on all ranks
         dispatch(same, torch.tensor([4, 0, 0, rank]))
+    with pytest.raises(ValueError, match="counts of rank 1 sum to 2 rows fewer than x has"):
+        dispatch(same, torch.tensor([4 - 2 * rank, 0, 0, 0]))
+    placed: Any = DTensor.from_local(same, mesh_of(), [Shard(0)])
+    with pytest.raises(TypeError, match=r"dispatch: x is a DTensor; pass what this rank has of it, x\.to_local\(\)"):
+        dispatch(placed, torch.tensor([4, 0, 0, 0]))
+    with pytest.raises(TypeError, match="dispatch: counts is a DTensor"):
+        dispatch(same, DTensor.from_local(torch.tensor([4, 0, 0, 0]), mesh_of(), [Replicate()]))
+    with pytest.raises(TypeError, match="combine: y is a DTensor"):
+        combine(placed, routing)
     for different, named in ((torch.randn(4, K + rank), 301), (same.to((torch.bfloat16, torch.float16)[rank]), 300)):
         message = rf"dispatch: rank 1 has counts of 4 experts and x of width {named} in torch\.float\d\d, and rank 0 "
         with pytest.raises(ValueError, match=message):  # on all ranks
@@ -122,8 +132,12 @@ def _errors(rank: int) -> None:
     for capacity in (None, 4):
         with pytest.raises(ValueError, match=r"dispatch: x has shape \(1, 4, 300\); it must be \(T, K\)"):
             dispatch(same[None], torch.tensor([1, 0, 0, 0]), capacity=capacity)
-    with pytest.raises(ValueError, match="x has 4 rows, and capacity is 3"):
-        dispatch(same, torch.tensor([4, 0, 0, 0]), capacity=3)
+    if same.is_cuda:
+        with pytest.raises(ValueError, match="x has 4 rows, and capacity is 3"):
+            dispatch(same, torch.tensor([4, 0, 0, 0]), capacity=3)
+    else:
+        with pytest.raises(ValueError, match="rank 1 would send 4 rows, and capacity is 3"):  # on all ranks
+            dispatch(same[: 2 + 2 * rank], torch.tensor([1, 0, 1, 2 * rank]), capacity=3)
 
 
 def _wrong_counts(rank: int, pulled: bool) -> None:
