@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -91,8 +92,12 @@ def register_shardings(names: Iterable[str]) -> None:
     """Tells DTensor the rules of ops, once it is imported: importing it takes a second and a half."""
 
     def register() -> None:
-        from fp8fn.meta import torch_distributed
-
+        try:
+            from fp8fn.meta import torch_distributed
+        except ImportError as error:
+            # This is within an import of fp8fn, or of PyTorch's DTensors by a program that may give fp8fn none.
+            warnings.warn(f"fp8fn's ops take no DTensors: {error}", stacklevel=2)
+            return
         for name, sharding in shardings(names).items():
             torch_distributed.register(name, sharding)
 

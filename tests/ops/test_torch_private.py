@@ -6,6 +6,8 @@ import ast
 import importlib
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +57,42 @@ def test_an_attribute_is_looked_for() -> None:
         needed_by("a step"),
     ):
         look_for(SimpleNamespace(_here=1), "_here", "_gone")
+
+
+@pytest.mark.parametrize("first", ["fp8fn", "torch.distributed.tensor"])
+def test_a_release_without_a_name_of_dtensors_has_the_rest(first: str) -> None:
+    """The import that fails is one of fp8fn, or of DTensors by a program that has never heard of fp8fn's."""
+    program = f"""
+import sys, warnings
+import torch
+import {first}
+if "fp8fn" in sys.modules:
+    assert "torch.distributed.tensor" not in sys.modules
+    from importlib.machinery import SourceFileLoader
+    run = SourceFileLoader.exec_module
+    def without(self, module):
+        run(self, module)
+        if module.__name__ == "torch.distributed.tensor":
+            del sys.modules["torch.distributed.tensor._ops.utils"].generate_redistribute_costs
+    SourceFileLoader.exec_module = without
+else:
+    del sys.modules["torch.distributed.tensor._ops.utils"].generate_redistribute_costs
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import fp8fn, torch.distributed.tensor
+    from torch.distributed.tensor import DTensor
+text, = [str(each.message) for each in seen if "fp8fn" in str(each.message)]
+assert text.startswith("fp8fn's ops take no DTensors: what fp8fn does with DTensors needs what torch"), text
+assert fp8fn.linear(torch.ones(8, 256), torch.ones(128, 256)).unique().tolist() == [256]
+try:
+    import fp8fn.distributed
+except ImportError as error:
+    assert "generate_redistribute_costs" in str(error), error
+else:
+    raise AssertionError("fp8fn.distributed was imported")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this build of PyTorch has them")
