@@ -196,7 +196,11 @@ def test_messages_of_troubleshooting_are_ours() -> None:
     """Each message of the page is in a string of the sources, but for those of other libraries."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
-    others = {"is not a valid DynamoBackend", "Invalid scalar type", "Failed to initialize NumPy"}
+    others = {
+        "is not a valid DynamoBackend", "Invalid scalar type", "Failed to initialize NumPy",
+        "only Tensors of floating point dtype can require gradients",
+        "Attempted to access the data pointer on an invalid python storage",
+    }  # fmt: skip
     assert others < set(quoted)
     sources = "".join(path.read_text(encoding="utf-8") for folder in ("ops", "meta", "fp8fn", "lowering")
                       for path in (ROOT / folder).rglob("*.py"))  # fmt: skip
