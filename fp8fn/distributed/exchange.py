@@ -20,6 +20,7 @@ from fp8fn.ops.symmetric_memory import SharedBuffer
 from fp8fn.ops.targets import target_of
 
 _BLOCK: Final[Block] = (1, 128)
+_FRACTION: Final = 23  # bits of float32's fraction
 
 
 class Exchange(Protocol):
@@ -57,9 +58,10 @@ class ByCollective:
     def to_experts(self, x: Tensor) -> Tensor:
         k = x.shape[1]
         data, exponents = _in_fp8(x)
-        packed = torch.cat([data.view(torch.uint8), exponents.view(torch.uint8)], 1)
+        packed = torch.cat([data.view(torch.uint8), exponents], 1)
         got = self._exchanged(packed, self.sent, self.received)[self.order]
-        rows = _dequantized(got[:, :k].view(data.dtype), got[:, k:].view(exponents.dtype), x.dtype)
+        scale = (got[:, k:].to(torch.int32) << _FRACTION).view(torch.float32)
+        rows = _dequantized(got[:, :k].view(data.dtype), scale, x.dtype)
         missing = self.rows - rows.shape[0]
         return torch.cat([rows, rows.new_zeros(missing, k)]) if missing else rows
 
@@ -75,14 +77,18 @@ class ByCollective:
 
 
 def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 data, and of each scale its exponent, a byte: that of NaN and Inf is 255, and the data of their blocks NaN.
+
+    Shifts of integers, for Inductor's kernels on a CPU have no `float8_e8m0fnu`.
+    """
     data, scale = torch.ops.fp8fn.quantize(x, _BLOCK, None, "pow2")
-    return data, scale.to(torch.float8_e8m0fnu)  # one byte; Inf is NaN in it
+    return data, (scale.view(torch.int32) >> _FRACTION).to(torch.uint8)
 
 
 def _dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Products with powers of two, which are exact in any type that has float32's exponents."""
     if dtype == torch.float16 or data.shape[1] % _BLOCK[1]:
-        return reference.dequantize(data.contiguous(), scale.to(torch.float32), _BLOCK).to(dtype)
+        return reference.dequantize(data.contiguous(), scale, _BLOCK).to(dtype)
     blocks: Tensor = data.to(dtype).unflatten(1, (-1, _BLOCK[1])) * scale.to(dtype)[..., None]
     return blocks.flatten(1)
 
@@ -159,7 +165,7 @@ class ByPulls:
         buffer.claim()
         tokens = self._tokens
         buffer.bytes[: tokens * k].view(tokens, k).copy_(data.view(torch.uint8))
-        buffer.bytes[after : after + tokens * blocks].view(tokens, blocks).copy_(exponents.view(torch.uint8))
+        buffer.bytes[after : after + tokens * blocks].view(tokens, blocks).copy_(exponents)
         return self._pulled(buffer, data.dtype, after, self._at_senders, x.new_empty(self.rows, k))
 
     def to_rows(self, y: Tensor) -> Tensor:

@@ -182,6 +182,17 @@ def _whole_blocks(dtype: torch.dtype) -> None:
     assert torch.equal(rows, half.repeat(2, 1))
 
 
+def _compiled() -> None:
+    """Dynamo leaves the graph where the host waits for the counts; Inductor compiles what is before and behind."""
+    x, counts = drawn(6, 256, seed=4), torch.tensor([2, 2, 1, 1])
+
+    def sent(x: Tensor) -> Tensor:
+        rows, routing = dispatch(x, counts)
+        return combine(rows * 2, routing)
+
+    assert torch.equal(torch.compile(sent)(x), sent(x))
+
+
 def _captured(rank: int) -> None:
     """A graph sends other rows to other experts than the ones that it was captured with; nothing waits on the host."""
     counts, x = COUNTS[rank].cuda(), torch.zeros(60, K).bfloat16()
@@ -221,6 +232,7 @@ def _run(rank: int, device: str, folder: str) -> None:
         if pulled:
             _captured(rank)
         _bits_beyond_numbers(rank)
+        _compiled()
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             _whole_blocks(dtype)
 
