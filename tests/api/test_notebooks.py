@@ -115,7 +115,8 @@ def test_runs_from_top_to_bottom(path: Path) -> None:
     warned = [output.text for output in outputs if output.get("name") == "stderr"]
     assert not [text for text in warned if "No CUDA runtime is found" not in text]  # a CUDA build of PyTorch says it
     within = 2.0 if path.stem in TRAINED else 0.5
-    assert moved(texts(nbformat.read(path, as_version=4)), texts(notebook), within) == []
+    found = moved(texts(nbformat.read(path, as_version=4)), texts(notebook), within)
+    assert not found, found  # all of them, where pytest would cut the list
 
 
 def moved(committed: list[str], found: list[str], within: float = 0.5) -> list[tuple[str, str]]:
