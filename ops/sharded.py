@@ -26,6 +26,16 @@ def local_of(x: Any) -> Any:
     return local_part(x)
 
 
+def beside(x: Tensor, other: Tensor) -> Tensor:
+    """`other`, whole on each rank, as an op takes it beside `x`: a DTensor where that is one."""
+    if not is_sharded(x):
+        return other
+    from torch.distributed.tensor import DTensor, Replicate
+
+    sharded: Any = x
+    return DTensor.from_local(other, sharded.device_mesh, [Replicate()] * sharded.device_mesh.ndim, run_check=False)
+
+
 def plain_of(x: Any) -> Any:
     """`local_of` without the wrapper by which FSDP2 gathers FP8 bytes: all ops run on the values within."""
     local = local_of(x)

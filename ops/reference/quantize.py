@@ -28,6 +28,7 @@ from fp8fn.ops.layout import (
     scale_shape,
     turned,
 )
+from fp8fn.ops.sharded import beside
 
 
 def amax(x: Tensor, block: Block) -> Tensor:
@@ -107,7 +108,7 @@ def spread(scale: Tensor, shape: Sequence[int], block: Block) -> Tensor:
     for dim in (-2, -1):
         if block[dim] not in (1, WHOLE):
             index = torch.arange(shape[dim], device=scale.device) // block[dim]
-            scale = scale.index_select(dim, index)
+            scale = scale.index_select(dim, beside(scale, index))
     return scale
 
 

@@ -42,6 +42,16 @@ def test_quantizers_give_the_same_bits(ranks: Ranks, shape: tuple[int, int], blo
                 assert differing(gathered(one).contiguous(), other.contiguous()) == 0
 
 
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_what_was_quantized_is_dequantized(ranks: Ranks, block: Block) -> None:
+    x = torch.randn(250, 130)
+    want = fp8fn.quantize(x, block).dequantize()
+    with ranks.mode:
+        for placements in product((Shard(0), Shard(1), Replicate()), repeat=2):
+            found = fp8fn.quantize(sharded(x, ranks.mesh, *placements), block).dequantize()
+            assert torch.equal(gathered(found), want)
+
+
 # The placements of x, of w and of the result, on either dimension of the mesh.
 PLACEMENTS = {
     "rows": (Shard(0), Replicate(), Shard(0)),
