@@ -77,7 +77,7 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
     """Sends rows to the ranks of their experts as FP8 bytes and scales.
 
     Rank `r` of `W` has experts `r E / W` to `(r + 1) E / W - 1`. Rows are rounded once, by powers of two for
-    (1, 128) blocks; `BLOCKWISE_POW2` products take them as they are. Gradients come in the type of `x`.
+    (1, 128) blocks; `BLOCKWISE_POW2` products take them as they are. Gradients have the type of `x`.
 
     The host waits once, for the counts. With a `capacity`, where all ranks are GPUs that read each other's memory, it
     does not: a CUDA graph may capture the step once it has run, and wrong numbers of rows make all results NaN.
@@ -85,21 +85,20 @@ def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | No
     Args:
         x: Rows sorted by expert: bfloat16, float16 or float32.
         counts: Rows for each expert of all ranks, int32 or int64.
-        group: Process group; the world by default.
-        capacity: The most rows that a rank receives or sends, equal on all ranks; None for any number.
+        group: The world by default.
+        capacity: Most rows that a rank receives or sends, one number for all; None for any.
 
     Shape:
-        `x (T, K)`, `counts (E)` → `(R, K)`, with `R` the rows of all ranks for this rank's experts, or `capacity`,
-        with zeros past them.
+        `x (T, K)`, `counts (E)` → `(R, K)`, `R` the rows of all ranks for this rank's experts, or `capacity`, with
+        zeros past them.
 
     Returns:
-        The received rows by expert, in the type of `x`, and the `Routing` for `combine`.
+        The received rows by expert, in the type of `x`, and a `Routing` for `combine`.
 
     Raises:
         TypeError: `x`, `counts` or `group` has a wrong type.
         ValueError: E is no multiple of the ranks; on all ranks, `counts` of one do not sum to T, it would send or
-            receive more than `capacity` rows, or types or K differ. GPUs that read each other's memory raise for T
-            above `capacity` alone, each for itself.
+            receive more than `capacity` rows, or types or K differ. Such GPUs raise alone for T above `capacity`.
 
     Example:
         >>> import torch.distributed as dist

@@ -152,6 +152,23 @@ def new_zeros(weight: FP8Weight, size: Sequence[int], *, dtype: Any = None, devi
     return weight_of(data, scale, form._replace(shares=False))
 
 
+@implements(aten.constant_pad_nd.default)
+def pad(weight: FP8Weight, pads: Sequence[int], value: float = 0) -> FP8Weight:
+    """Zeros behind the end of one axis, as PyTorch pads shards to one size before it scatters them."""
+    form, axis, more = weight._form, weight.ndim - len(pads) // 2, pads[-1] if pads else 0
+    if any(pads[:-1]) or more < 0 or value != 0 or form.flat:
+        raise NoForm
+    block = form.block[axis]
+    lines = 0 if block == WHOLE else math.ceil((weight.shape[axis] + more) / block) - weight._scale.shape[axis]
+    return weight_of(_longer(weight._data, axis, more), _longer(weight._scale, axis, lines), _owned(weight))
+
+
+def _longer(part: Tensor, axis: int, more: int) -> Tensor:
+    known = bytes_of(part)
+    size = (*known.shape[:axis], more, *known.shape[axis + 1 :])
+    return torch.cat([known, known.new_zeros(size)], axis).view(part.dtype)
+
+
 def _plain(op: Any) -> Callable[..., Tensor]:
     """An op that reads no value: it gets a tensor of the weight's shape that takes no memory."""
 

@@ -34,7 +34,9 @@ def executed(path: Path) -> Any:
     """The notebook with the outputs of a new kernel. A cell that raises is a `CellExecutionError`."""
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
-    nbclient.NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3", resources=resources).execute()
+    # The kernel may send a line and its end apart, which would be two lines here.
+    options = {"timeout": TIMEOUT_S, "kernel_name": "python3", "resources": resources, "coalesce_streams": True}
+    nbclient.NotebookClient(notebook, **options).execute()
     return notebook
 
 

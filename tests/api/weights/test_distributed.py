@@ -52,6 +52,24 @@ def test_fsdp_of_one_rank(rows: int, block: Block, tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("block", [(128, 128), (1, 128), (128, 1), (1, -1), (-1, 1), (-1, -1)], ids=str)
+@pytest.mark.parametrize("pads", [(0, 0, 0, 1), (0, 3), (0, 0, 0, 130), (0, 0, 0, 0)], ids=str)
+def test_zeros_behind_an_end_keep_fp8(block: Block, pads: tuple[int, ...]) -> None:
+    weight = make(127, 256, block=block)
+    padded = torch.nn.functional.pad(weight, pads)
+    assert isinstance(padded, FP8Weight)
+    assert torch.equal(values(padded), torch.nn.functional.pad(values(weight), pads))
+
+
+@pytest.mark.parametrize("pads", [(0, 1, 0, 1), (0, 0, 1, 0), (0, 0, 0, -1)], ids=str)
+def test_other_pads_dequantize(pads: tuple[int, ...]) -> None:
+    weight = make(127, 256)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        padded = torch.nn.functional.pad(weight, pads)
+    assert torch.equal(padded.clone(), torch.nn.functional.pad(values(weight), pads))
+
+
 def _dense(model: nn.Sequential) -> nn.Sequential:
     made = copy.deepcopy(model)
     for layer in (made[0], made[2]):
@@ -142,6 +160,21 @@ def _loading_a_sharded_model() -> None:
     assert snr(model(x), _dense(other)(x)) > 100
 
 
+def _loading_ragged_shards() -> None:
+    """PyTorch pads them to one size before it scatters them."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    for rows, block in ((305, (1, 128)), (305, (128, 128))):
+        model, weights = nn.Linear(256, rows, bias=False), [make(rows, 256, block=block) for _ in range(2)]
+        model.weight = nn.Parameter(weights[0], requires_grad=False)
+        fully_shard(model)
+        x = torch.randn(3, 256)
+        assert snr(model(x), x @ values(weights[0]).T) > 100
+        model.reshard()
+        set_model_state_dict(model, {"weight": weights[1]}, options=StateDictOptions(full_state_dict=True))
+        assert snr(model(x), x @ values(weights[1]).T) > 100
+
+
 def _columns() -> None:
     """FSDP lays the gathered bytes of other dimensions out by rank, which this weight does not undo."""
     model = nn.Sequential(nn.Linear(256, 256, bias=False))
@@ -193,6 +226,7 @@ CASES: tuple[Callable[[], None], ...] = (
     _other_blocks,
     _mixed_precision,
     _loading_a_sharded_model,
+    _loading_ragged_shards,
     _columns,
     _ddp,
     _collectives,
