@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8fn.distributed.exponents import exponents_of, scale_of
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.layout import Block
@@ -20,7 +21,6 @@ from fp8fn.ops.symmetric_memory import SharedBuffer
 from fp8fn.ops.targets import target_of
 
 _BLOCK: Final[Block] = (1, 128)
-_FRACTION: Final = 23  # bits of float32's fraction
 
 
 class Exchange(Protocol):
@@ -60,8 +60,7 @@ class ByCollective:
         data, exponents = _in_fp8(x)
         packed = torch.cat([data.view(torch.uint8), exponents], 1)
         got = self._exchanged(packed, self.sent, self.received)[self.order]
-        scale = (got[:, k:].to(torch.int32) << _FRACTION).view(torch.float32)
-        rows = _dequantized(got[:, :k].view(data.dtype), scale, x.dtype)
+        rows = _dequantized(got[:, :k].view(data.dtype), scale_of(got[:, k:]), x.dtype)
         missing = self.rows - rows.shape[0]
         return torch.cat([rows, rows.new_zeros(missing, k)]) if missing else rows
 
@@ -77,12 +76,9 @@ class ByCollective:
 
 
 def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 data, and of each scale its exponent, a byte: that of NaN and Inf is 255, and the data of their blocks NaN.
-
-    Shifts of integers, for Inductor's kernels on a CPU have no `float8_e8m0fnu`.
-    """
+    """FP8 data, and of each scale its exponent."""
     data, scale = torch.ops.fp8fn.quantize(x, _BLOCK, None, "pow2")
-    return data, (scale.view(torch.int32) >> _FRACTION).to(torch.uint8)
+    return data, exponents_of(scale)
 
 
 def _dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fp8fn.distributed.exponents import exponents_of, scale_of
 from fp8fn.meta.levels import apply
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE_POW2, Recipe, parse_recipe, recipe_key
@@ -27,7 +28,6 @@ Placements: TypeAlias = tuple[Placement, ...]
 
 _ROWS: Final = (1, 128)
 _ALIGNMENT: Final = 16  # of what is sent: bytes of a row
-_FRACTION: Final = 23  # bits of float32's fraction
 
 
 def _checked(name: str, recipe: Recipe | str) -> Recipe:
@@ -51,17 +51,15 @@ def _gathered(x: DTensor, dtype: torch.dtype | None) -> DTensor:
     """All of `x` on each rank, after a byte for each element and one for each 128 of them are sent, in one gather."""
     data, scale = (part.to_local() for part in torch.ops.fp8fn.quantize(x, _ROWS, dtype, "pow2"))
     columns, blocks = data.shape[-1], scale.shape[-1]
-    # The exponent is all of a power of two. Shifts of integers, for Inductor's kernels make no FP8 type of it.
-    packed = torch.cat([data.view(torch.uint8), (scale.view(torch.int32) >> _FRACTION).to(torch.uint8)], -1)
+    packed = torch.cat([data.view(torch.uint8), exponents_of(scale)], -1)
     free = -packed.shape[-1] % _ALIGNMENT
     sent = F.pad(packed, (0, free)) if free else packed  # a copy otherwise too
     shape = (*x.shape[:-1], sent.shape[-1])
     stride = torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(sent, x.device_mesh, x.placements, shape=torch.Size(shape), stride=stride)
     whole: Tensor = placed.redistribute(placements=[Replicate()]).to_local()
-    exponents = whole[..., columns : columns + blocks].to(torch.int32)
-    # The largest exponent is Inf, where the scale was NaN or Inf: the data of such a block is NaN.
-    rows = ScaledTensor(whole[..., :columns].view(data.dtype), (exponents << _FRACTION).view(torch.float32), _ROWS)
+    scales = scale_of(whole[..., columns : columns + blocks])
+    rows = ScaledTensor(whole[..., :columns].view(data.dtype), scales, _ROWS)
     return DTensor.from_local(dequantize(rows, x.dtype).contiguous(), x.device_mesh, [Replicate()], run_check=False)
 
 
