@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, known_block, moved
-from fp8fn.weights.form import Form, bytes_of
+from fp8fn.weights.form import Form, bytes_of, longer
 from fp8fn.weights.fp8_weight import FP8Weight, NoForm, check_dtype, implements, weight_of
 from fp8fn.weights.views import with_row_scales
 
@@ -160,13 +160,7 @@ def pad(weight: FP8Weight, pads: Sequence[int], value: float = 0) -> FP8Weight:
         raise NoForm
     block = form.block[axis]
     lines = 0 if block == WHOLE else math.ceil((weight.shape[axis] + more) / block) - weight._scale.shape[axis]
-    return weight_of(_longer(weight._data, axis, more), _longer(weight._scale, axis, lines), _owned(weight))
-
-
-def _longer(part: Tensor, axis: int, more: int) -> Tensor:
-    known = bytes_of(part)
-    size = (*known.shape[:axis], more, *known.shape[axis + 1 :])
-    return torch.cat([known, known.new_zeros(size)], axis).view(part.dtype)
+    return weight_of(longer(weight._data, axis, more), longer(weight._scale, axis, lines), _owned(weight))
 
 
 def _plain(op: Any) -> Callable[..., Tensor]:

@@ -38,3 +38,10 @@ def block_by_dimension(ndim: int, block: Block) -> tuple[int, ...]:
 def bytes_of(part: Tensor) -> Tensor:
     """Data or scales of one byte as uint8, which every op of PyTorch takes; float32 scales as they are."""
     return part.view(torch.uint8) if part.element_size() == 1 else part
+
+
+def longer(part: Tensor, axis: int, more: int) -> Tensor:
+    """Data or scales with zeros behind the end of an axis."""
+    known = bytes_of(part)
+    size = (*known.shape[:axis], more, *known.shape[axis + 1 :])
+    return torch.cat([known, known.new_zeros(size)], axis).view(part.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE
-from fp8fn.weights.form import Form, bytes_of
+from fp8fn.weights.form import Form, bytes_of, longer
 
 if TYPE_CHECKING:
     from fp8fn.weights.fp8_weight import FP8Weight
@@ -54,7 +54,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
     """A contiguous tensor of at least this many rows."""
     if part.shape[0] >= rows:
         return part.contiguous()
-    return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
+    return longer(part, 0, rows - part.shape[0])
 
 
 def after_gather(outputs: tuple[Tensor, ...], gathered: Gathered) -> tuple[Tensor, Tensor]:
