@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -46,6 +47,13 @@ def process_group(device: str, rank: int, ranks: int, store: str) -> Iterator[No
         yield
     finally:
         dist.destroy_process_group()
+
+
+def only_pytorch_may_warn() -> None:
+    """Warnings are errors in this process, but for those of PyTorch's own modules."""
+    warnings.simplefilter("error")
+    for kind in (FutureWarning, DeprecationWarning, UserWarning):
+        warnings.filterwarnings("ignore", category=kind, module="torch")
 
 
 def drawn(*sizes: int, seed: int) -> Tensor:

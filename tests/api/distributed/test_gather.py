@@ -25,7 +25,7 @@ from fp8fn import FP8Weight
 from fp8fn.distributed import gather_fp8, update_scales
 from fp8fn.ops import reference
 from support.gathers import counted_gathers
-from support.processes import DEVICES, drawn, mesh_of, process_group, run_processes, skip_without
+from support.processes import DEVICES, drawn, mesh_of, only_pytorch_may_warn, process_group, run_processes, skip_without
 
 RANKS, STEPS = 2, 2
 
@@ -705,9 +705,7 @@ def _same_experts(name: str) -> None:
 
 
 def _run(rank: int, device: str, folder: str) -> None:
-    warnings.simplefilter("error")
-    for kind in (FutureWarning, DeprecationWarning, UserWarning):  # PyTorch's own
-        warnings.filterwarnings("ignore", category=kind, module="torch")
+    only_pytorch_may_warn()
     with process_group(device, rank, RANKS, f"{folder}/store"):
         for name in CASES:
             _same_training(name)

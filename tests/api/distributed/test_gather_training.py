@@ -6,7 +6,6 @@ that are frozen on the way, and replicas of shards: losses are those of one proc
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import fp8fn
 from fp8fn.distributed import gather_fp8, update_scales
 from fp8fn.ops import reference
 from support.gathers import counted_gathers, has_whole_bits
-from support.processes import DEVICES, drawn, mesh_of, process_group, run_processes, skip_without
+from support.processes import DEVICES, drawn, mesh_of, only_pytorch_may_warn, process_group, run_processes, skip_without
 
 RANKS, STEPS, WORDS, WIDTH, ROWS = 4, 3, 304, 256, 309
 FROZEN = "blocks.0.up.weight", "blocks.1.up.bias", "embed.weight"  # in the second step
@@ -198,9 +197,7 @@ def _same_training(name: str) -> None:
 
 
 def _run(rank: int, device: str, folder: str) -> None:
-    warnings.simplefilter("error")
-    for kind in (FutureWarning, DeprecationWarning, UserWarning):  # PyTorch's own
-        warnings.filterwarnings("ignore", category=kind, module="torch")
+    only_pytorch_may_warn()
     with process_group(device, rank, RANKS, f"{folder}/store"):
         for name in CASES:
             _same_training(name)
