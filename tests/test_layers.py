@@ -156,7 +156,7 @@ def test_what_counts_as_an_import() -> None:
     assert (row("fp8fn.ops.gemm"), row("fp8fn.meta.vmap"), row("fp8fn.site"), row("fp8fn.lowering")) == (0, 1, 2, 3)
 
 
-# What a compiler is made of has no public names: Inductor's and Dynamo's parts are `lowering`'s own subject.
+# Inductor and Dynamo have no public names for their parts, which are `lowering`'s own subject.
 OF_COMPILERS = (
     "torch._dispatch", "torch._dynamo", "torch._functorch", "torch._higher_order_ops", "torch._inductor",
     "torch._library", "torch._ops", "torch.utils._sympy",
