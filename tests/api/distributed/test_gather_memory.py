@@ -5,6 +5,7 @@ PyTorch's profiler counts the bytes. The other ranks send nothing: numbers are n
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class Held(NamedTuple):
 
 
 def _allocated(run: Callable[[], Any]) -> tuple[Any, int]:
+    gc.collect()  # the tensors that other tests left in cycles would be given back within
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         out = run()
     events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
