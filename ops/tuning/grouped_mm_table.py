@@ -25,7 +25,7 @@ from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.tuning.amd import config_of, is_aligned
 from fp8fn.ops.tuning.amd_kernels import GROUPED_K, SCALED_MM
 from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, verdict
-from fp8fn.ops.tuning.model import config_name, grouped_microseconds, grouped_tiles, modelled
+from fp8fn.ops.tuning.model import config_name, grouped_microseconds, grouped_tiles, modelled, takes_turns
 from fp8fn.ops.tuning.problem import problem_of
 from fp8fn.ops.tuning.tile_space import memory_fault
 
@@ -84,6 +84,7 @@ class GroupsProblem(NamedTuple):
     k: int
     groups: int
     target: Target
+    chip: Chip | None = None
 
     def product(self, device: torch.device | str = "meta") -> ScaledProduct:
         """Uninitialised operands."""
@@ -104,7 +105,7 @@ class GroupsProblem(NamedTuple):
             left, right = Quantized(a.mT, a_scale.mT, a_block), Quantized(b, b_scale, b_block)
         shape = (self.m, self.n) if of_rows else (self.groups, self.m, self.n)
         return ScaledProduct(
-            a=left, b=right, target=self.target,
+            a=left, b=right, target=self.target, chip=self.chip,
             offsets=torch.empty(self.groups, dtype=torch.int32, device=device),
             out=torch.empty(shape, dtype=torch.bfloat16, device=device),
         )  # fmt: skip
@@ -135,9 +136,12 @@ def _cuda_space(problem: GroupsProblem) -> Iterator[tuple[str, ScaledMmConfig, s
         behind = times[tile] / least
         reason = f"modelled at {behind:.2f}x of the best" if behind > _BEHIND else None
         for band in _BANDS:
-            config, usual = replace(tile, GROUP=band), band == tile.GROUP
-            if config != own and (usual or band * tile.BM < problem.m):
-                yield "cuda", config, reason
+            if band != tile.GROUP and band * tile.BM >= problem.m:
+                continue
+            for turns in (True, False) if takes_turns(sizes, tile) else (True,):
+                config = replace(tile, GROUP=band, TURNS=turns)
+                if config != own:
+                    yield "cuda", config, reason
 
 
 def _triton_space(problem: GroupsProblem) -> Iterator[tuple[str, GemmConfig, str | None]]:
@@ -186,7 +190,7 @@ def _problem(key: Key, chip: Chip) -> GroupsProblem:
     odd = [size for size in _lines(layout, m, n, k) if size % ROWS]
     if odd and hopper_fault(target) is not None:
         raise ValueError(f"has a size of {odd[0]}: products are found by multiples of {ROWS} alone")
-    return GroupsProblem(layout, m, n, k, groups, target)
+    return GroupsProblem(layout, m, n, k, groups, target, chip)
 
 
 def _lines(layout: str, m: int, n: int, k: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -92,6 +92,15 @@ class Table:
 def options_of(config: Any) -> Any:
     """The fields of a configuration as JSON has them; not to be changed."""
     return json.loads(json.dumps(asdict(config)))
+
+
+def _is_named(config: Any, options: Any) -> bool:
+    """Whether a row's options are the configuration's; what the fp8fn that wrote it did not have is its default."""
+    if not isinstance(options, dict) or not options:
+        return False
+    own = options_of(config)
+    unsaid = [each for each in fields(config) if each.name not in options]
+    return bool({**own, **options} == own) and all(getattr(config, each.name) == each.default for each in unsaid)
 
 
 def candidate_name(kernel: str, config: Any) -> str:
@@ -214,7 +223,7 @@ def _row(form: Form, chip: Chip, values: Any) -> tuple[Key, Row]:
     configs = (form.known or form.candidates)(form.problem(key, chip))
     if kernel not in list(configs):
         raise ValueError(f"has the kernel {kernel!r:.40}, which is not one of {', '.join(configs)}")
-    config = next((config for config in configs[kernel] if options_of(config) == options), None)
+    config = next((config for config in configs[kernel] if _is_named(config, options)), None)
     if config is None:
         raise ValueError(f"has the configuration {options!r:.160}, in which {kernel} can't multiply its problem")
     if not isinstance(times, dict) or not all(map(_is_time, times.values())):

@@ -22,6 +22,8 @@ from typing import Final
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
 from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.targets import Chip, chip_of
+from fp8fn.ops.tuning.nearest import nearest
 from fp8fn.ops.tuning.problem import Problem, problem_of
 
 X: Final = ScaledMmConfig(MATH=3, DEPTH=1)
@@ -98,8 +100,14 @@ _WAVES: Final = 2  # that a product has at least, for the height of its bands to
 _PAIRED: Final = (TALL,)
 # Bands for groups of tokens: five of eight products on an H100 were 1.03 times as fast as in bands of 8, two 0.99 to 1.
 _GROUP_OF_GROUPS: Final = {X: 3}
+# The tile whose three warpgroups may do without turns. On an H200 (2026-11-28) that is 4 to 5 % faster at
+# 8192,28672,4096, 8192,8192,28672 and 16384,8192,8192, and 3 to 7 % at 22 products of groups; on an H100 turns were 3
+# to 9 % faster. 128x128 is 3 % slower without them.
+_FREE: Final = (X,)
+_FREE_ON: Final = Chip("NVIDIA H200", 132)
+_IN_TURNS_ON: Final = Chip("NVIDIA H100 80GB HBM3", 132)
 _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
-_NAME: Final = re.compile(r"(\d+x\d+d[012](?:[ab]\d+)?)(?:g([1-9]\d*))?(?:s([1-9]\d*))?")
+_NAME: Final = re.compile(r"(\d+x\d+d[012](?:[ab]\d+|f)?)(?:g([1-9]\d*))?(?:s([1-9]\d*))?")
 
 
 def tile_ns(problem: Problem) -> Mapping[ScaledMmConfig, float]:
@@ -138,23 +146,33 @@ def runs(problem: Problem, config: ScaledMmConfig) -> bool:
         return False
     if config.CLUSTER > 1 and (tile not in _PAIRED or config != _paired(config)):
         return False
+    if not config.TURNS and not takes_turns(problem, tile):
+        return False
     return config.SPLIT == 1 or _can_share(config, -(-problem.k // BK), config.SPLIT)
 
 
 def banded(problem: Problem, config: ScaledMmConfig, cores: int) -> list[ScaledMmConfig]:
-    """The configuration with bands of other heights and in pairs, where the product is large enough for them to matter.
+    """The configuration without turns and, where the product is large enough for them to matter, in bands of other
+    heights and in pairs.
 
     One for each number of bands: heights that give as many are one walk.
     """
-    if config.SPLIT > 1 or tile_count(problem, config) < _WAVES * cores:
+    if config.SPLIT > 1:
         return []
-    found = {_bands(problem, config): config}
-    for group in _GROUPS:
+    found, large = {_bands(problem, config): config}, tile_count(problem, config) >= _WAVES * cores
+    for group in _GROUPS if large else ():
         if group * config.BM < problem.m:
             other = replace(config, GROUP=group)
             found.setdefault(_bands(problem, other), other)
-    paired = [_paired(other) for other in found.values()] if config in _PAIRED else []
-    return [other for other in (*found.values(), *paired) if other is not config]
+    paired = [_paired(other) for other in found.values()] if large and config in _PAIRED else []
+    free = [replace(other, TURNS=False) for other in found.values()] if takes_turns(problem, config) else []
+    return [other for other in (*found.values(), *paired, *free) if other is not config]
+
+
+def takes_turns(problem: Problem, tile: ScaledMmConfig) -> bool:
+    """Whether a tile that may do without turns takes them at a problem by itself, as scaled_mm.cu says."""
+    of_both = problem.a_scale == problem.b_scale == "VECTOR"
+    return tile in _FREE and problem.is_scaled_along_k and not of_both
 
 
 def _paired(config: ScaledMmConfig) -> ScaledMmConfig:
@@ -163,9 +181,11 @@ def _paired(config: ScaledMmConfig) -> ScaledMmConfig:
 
 @cache
 def _tile(config: ScaledMmConfig) -> ScaledMmConfig:
-    """The tile of a configuration: alone, in the usual bands, K in one part."""
-    usual = ScaledMmConfig
-    return replace(config, GROUP=usual.GROUP, SPLIT=usual.SPLIT, CLUSTER=usual.CLUSTER, SHARE_B=usual.SHARE_B)
+    """The tile of a configuration: alone, in the usual bands, K in one part, in turns."""
+    usual = ScaledMmConfig()
+    return replace(
+        config, GROUP=usual.GROUP, SPLIT=usual.SPLIT, CLUSTER=usual.CLUSTER, SHARE_B=usual.SHARE_B, TURNS=usual.TURNS
+    )
 
 
 def _bands(problem: Problem, config: ScaledMmConfig) -> int:
@@ -203,8 +223,8 @@ def _can_share(tile: ScaledMmConfig, blocks: int, split: int) -> bool:
 
 
 def config_name(config: ScaledMmConfig) -> str:
-    """`"192x128d1"`: tile and temporaries, `a` or `b` the blocks that share it, `g` the group where it is not 8, `s`
-    the blocks that share K.
+    """`"192x128d1"`: tile and temporaries, `a` or `b` the blocks that share it, `f` where warpgroups take no turns, `g`
+    the group where it is not 8, `s` the blocks that share K.
     """
     group = "" if config.GROUP == ScaledMmConfig.GROUP else f"g{config.GROUP}"
     split = "" if config.SPLIT == 1 else f"s{config.SPLIT}"
@@ -213,12 +233,19 @@ def config_name(config: ScaledMmConfig) -> str:
 
 def _tile_name(config: ScaledMmConfig) -> str:
     shared = "" if config.CLUSTER == 1 else f"{'b' if config.SHARE_B else 'a'}{config.CLUSTER}"
-    return f"{config.BM}x{config.BN}d{config.DEPTH}{shared}"
+    return f"{config.BM}x{config.BN}d{config.DEPTH}{shared}{'' if config.TURNS else 'f'}"
 
 
 _TILES: Final = {
     _tile_name(tile): tile
-    for tile in (*_BLOCK_NS, *_VECTOR_NS, *_UNSCALED_NS, *_FAST_NS, *(_paired(tile) for tile in _PAIRED))
+    for tile in (
+        *_BLOCK_NS,
+        *_VECTOR_NS,
+        *_UNSCALED_NS,
+        *_FAST_NS,
+        *(_paired(tile) for tile in _PAIRED),
+        *(replace(tile, TURNS=False) for tile in _FREE),
+    )
 }
 
 
@@ -294,10 +321,19 @@ def modelled(product: ScaledProduct) -> ScaledMmConfig:
     """The configuration of the least time by the model."""
     problem, cores = problem_of(product), product.target.cores
     if product.counts is not None:
-        return counted_config(problem, product.mean_rows, cores)
-    if product.offsets is not None:
-        return grouped_config(problem, cores, jagged_m=product.b.data.dim() == 3)
-    return ranked(problem, cores)[0]
+        config = counted_config(problem, product.mean_rows, cores)
+    elif product.offsets is not None:
+        config = grouped_config(problem, cores, jagged_m=product.b.data.dim() == 3)
+    else:
+        return ranked(problem, cores)[0]
+    return replace(config, TURNS=False) if takes_turns(problem, _tile(config)) and _is_free(product) else config
+
+
+def _is_free(product: ScaledProduct) -> bool:
+    """Whether the nearest chip on which both were timed is faster without turns."""
+    chip = product.chip or chip_of(product.a.data.device, product.target)
+    found = nearest(chip, (_FREE_ON, _IN_TURNS_ON)) if chip is not None else None
+    return found is not None and found[0] == _FREE_ON
 
 
 def grouped_tiles(problem: Problem, *, jagged_m: bool) -> tuple[ScaledMmConfig, ...]:

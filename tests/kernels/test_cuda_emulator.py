@@ -201,15 +201,15 @@ RACES: Final[dict[str, tuple[str, str, str, Callable[[], Tensor], str | None]]] 
         walk_of_products, "all threads wait",
     ),
     "a turn that nobody takes": (
-        "scaled_mm.cu", "if (TURNS && warpgroup == 0) named_sync<2 * WARPGROUP>(turn_of(0));", "", walk_of_products,
+        "scaled_mm.cu", "if (IN_TURNS && warpgroup == 0) named_sync<2 * WARPGROUP>(turn_of(0));", "", walk_of_products,
         "a block ends before all have arrived at named barrier 3",
     ),
     "more named barriers than there are": (
         "scaled_mm.cu", "return 1 + MATH + of;", "return 15 + of;", walk_of_products, "there is no named barrier 16",
     ),
     "a named barrier of two counts": (
-        "scaled_mm.cu", "(TURNS) named_arrive<2 * WARPGROUP>", "(TURNS) named_arrive<WARPGROUP>", walk_of_products,
-        "named barrier 4 is of 256 threads, and of 128",
+        "scaled_mm.cu", "(IN_TURNS) named_arrive<2 * WARPGROUP>", "(IN_TURNS) named_arrive<WARPGROUP>",
+        walk_of_products, "named barrier 4 is of 256 threads, and of 128",
     ),
     "more shared memory than the launch asks for": (
         "scaled_mm.cu", "AT_TILE = AT_RUN + RUNS * RUN_BYTES;", "AT_TILE = AT_RUN + RUNS * RUN_BYTES + 128;",

@@ -26,6 +26,7 @@ from support.accuracy import snr
 from support.tuning import DriftingBench
 
 H100 = Chip("NVIDIA H100 80GB HBM3", 132)
+H200 = Chip("NVIDIA H200", 132)
 HOPPER = replace(SM90, multiprocessors=132)
 CPU = torch.device("cpu")
 SIZES = {layout: (4096, 512, 1024) for layout, found in LAYOUTS.items() if found.of_rows}
@@ -51,7 +52,7 @@ def tuned(layout: str, fastest: str, chip: Chip = H100) -> Any:
     key = (layout, *SIZES.get(layout, SUMMED), 4)
     bench = DriftingBench(chip, lambda name: 100.0 if name == fastest else 150.0)
     assert tune_op.sweep(tune_op.OPS["scaled_grouped_mm"], [key], bench, {}).left == 0  # type: ignore[arg-type]
-    assert bench.asked == [replace_target(problem_of(layout), target_of_chip(chip))]
+    assert bench.asked == [replace_target(problem_of(layout), target_of_chip(chip))._replace(chip=chip)]
     return measured.users(FORM, chip).rows[key]
 
 
@@ -283,32 +284,44 @@ def test_the_bench_runs_each_candidate_on_a_gpu(layout: str, hopper: Any, caplog
 @pytest.mark.parametrize(
     ("chip", "served"),
     [
-        (H100, True),
-        (Chip("NVIDIA H800", 132), True),
-        (Chip("NVIDIA H200", 132), False),
-        (Chip("NVIDIA GH200 480GB", 132), False),
-        (Chip("NVIDIA H100 80GB HBM3", 66), False),
-        (Chip("unknown", 132), False),
+        (H100, "nvidia-h100-80gb-hbm3-132"),
+        (Chip("NVIDIA H800", 132), "nvidia-h100-80gb-hbm3-132"),
+        (H200, "nvidia-h200-132"),
+        (Chip("NVIDIA GH200 480GB", 132), None),
+        (Chip("NVIDIA H100 80GB HBM3", 66), None),
+        (Chip("unknown", 132), None),
     ],
     ids=lambda value: value.name if isinstance(value, Chip) else None,
 )
-def test_the_shipped_table_serves_a_chip_of_another_name_with_the_same_facts(chip: Chip, served: bool) -> None:
-    """128x128 in bands of 4 is the table's; the model takes 192x128."""
+def test_the_shipped_table_serves_a_chip_of_another_name_with_the_same_facts(chip: Chip, served: str | None) -> None:
+    """The H100's table has 128x128 in bands of 4, the H200's 192x128 without turns; the model takes it in turns."""
     target = replace(SM90, multiprocessors=chip.multiprocessors)
     product = replace(GroupsProblem("rows", 30000, 6144, 7168, 8, target).product(), chip=chip)
     choice = SCALED_GROUPED_MM.choose(product)
-    assert ((128, 4) if served else (192, 3)) == (choice.config.BM, choice.config.GROUP)
-    name = "scaled_grouped_mm-nvidia-h100-80gb-hbm3-132.json"
-    assert choice.source == (name if served else "the model")
+    config = choice.config
+    expected = {"nvidia-h100-80gb-hbm3-132": (128, 4, True), "nvidia-h200-132": (192, 3, False)}
+    assert expected.get(served or "", (192, 3, True)) == (config.BM, config.GROUP, config.TURNS)
+    assert choice.source == (f"scaled_grouped_mm-{served}.json" if served else "the model")
+
+
+@pytest.mark.parametrize(("chip", "turns"), [(H200, False), (H100, True), (Chip("NVIDIA GH200 480GB", 132), True)])
+def test_without_a_row_warpgroups_take_turns_as_the_nearest_chips_do(chip: Chip, turns: bool) -> None:
+    problems = [GroupsProblem(layout, 5000, 5120, 5120, 3, HOPPER, chip) for layout in ("rows", "squares")]
+    choices = [SCALED_GROUPED_MM.choose(problem.product()) for problem in problems]
+    assert [(choice.source, choice.config.TURNS) for choice in choices] == [("the model", turns)] * 2
+    # By scales of rows and of columns no turns are taken on either.
+    assert SCALED_GROUPED_MM.choose(problems[0]._replace(layout="tokens").product()).config.TURNS
 
 
 def test_without_a_row_the_tile_is_near_the_best_that_was_timed() -> None:
-    """By the times of the shipped table: a tile's place in one product need not be that in products of groups."""
-    (shipped,) = measured.tables(FORM, H100)
+    """By the times of the shipped tables: a tile's place in one product need not be that in products of groups."""
     shares: dict[str, list[float]] = {}
-    for key, row in shipped.rows.items():
-        found = grouped_mm_table.default(GroupsProblem(*key, HOPPER))
-        assert found in row.times, key
-        shares.setdefault(str(key[0]), []).append(min(row.times.values()) / row.times[found])
-    assert shares.keys() == {"rows", "tokens"}
+    for chip in (H100, H200):
+        (shipped,) = measured.tables(FORM, chip)
+        for key, row in shipped.rows.items():
+            found = grouped_mm_table.default(GroupsProblem(*key, HOPPER, chip))
+            if found in row.times:
+                shares.setdefault(f"{key[0]}, {chip.name}", []).append(min(row.times.values()) / row.times[found])
+    timed = {f"rows, {H100.name}": 14, f"tokens, {H100.name}": 8, f"rows, {H200.name}": 14}
+    assert {where: len(found) for where, found in shares.items()} == timed
     assert all(geomean(found) > 0.98 and min(found) > 0.95 for found in shares.values()), shares

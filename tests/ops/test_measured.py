@@ -127,6 +127,7 @@ def written() -> tuple[Path, dict[str, Any]]:
         ("constant", 1, "has 1 as constant"),
         ("kernel", "cuda_other", "has the kernel 'cuda_other', which is not one of cuda_tiles, cuda_gemv"),
         ("config", {"ROWS": 64}, "in which cuda_gemv can't multiply its problem"),
+        ("config", {}, "in which cuda_gemv can't multiply its problem"),
         ("config", None, "in which cuda_gemv can't multiply its problem"),
         ("times_us", {"cuda_gemv": -1.0}, "which have to be positive numbers"),
         ("times_us", {}, "has no time of its configuration"),

@@ -11,7 +11,18 @@ import torch
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.device import DeviceBench, corner_error
-from fp8fn.ops.tuning.model import SMALLEST, TALL, W, X, banded, microseconds, ranked
+from fp8fn.ops.tuning.model import (
+    SMALLEST,
+    TALL,
+    W,
+    X,
+    banded,
+    config_name,
+    config_of,
+    microseconds,
+    ranked,
+    runs,
+)  # fmt: skip
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.sweep import Call, Turns, decide, heats, measure, shortlist, spread, tune, turns_for
 from fp8fn.ops.tuning.table import PEER
@@ -110,15 +121,32 @@ def test_the_shortlist_is_the_models_best_and_the_largest_tiles_or_the_smallest(
         short = shortlist(problem, 132)
         assert short[:4] == list(ranked(problem, 132)[:4])
         assert ({X, W, TALL} if shape[0] > 128 else {SMALLEST}) <= set(short)
-        assert len({replace(config, GROUP=8) for config in short}) <= 7
+        assert len({replace(config, GROUP=8, TURNS=True) for config in short}) <= 7
 
 
 def test_large_products_are_tuned_in_bands_of_several_heights() -> None:
     def heights(problem: Problem, tile: ScaledMmConfig) -> set[int]:
         return {config.GROUP for config in shortlist(problem, 132) if replace(config, GROUP=8) == tile}
 
-    assert heights(Problem(16384, 4096, 4096), X) == {4, 5, 8, 12}
-    assert heights(Problem(1024, 4096, 4096), X) == {8}  # not two waves of tiles
+    for tile in (X, replace(X, TURNS=False)):
+        assert heights(Problem(16384, 4096, 4096), tile) == {4, 5, 8, 12}
+        assert heights(Problem(1024, 4096, 4096), tile) == {8}  # not two waves of tiles
+
+
+@pytest.mark.parametrize(
+    ("a_scale", "b_scale", "offered"),
+    [
+        ("VECTOR", "BLOCK", True), ("BLOCK", "BLOCK", True), ("BLOCK", "VECTOR", False), ("VECTOR", "VECTOR", False),
+        ("LINE", "LINE", False), ("WHOLE", "WHOLE", False),
+    ],
+)  # fmt: skip
+def test_three_warpgroups_are_tuned_without_turns_where_they_would_take_them(
+    a_scale: str, b_scale: str, offered: bool
+) -> None:
+    problem, free = Problem(16384, 4096, 4096, a_scale, b_scale), replace(X, TURNS=False)
+    assert (free in shortlist(problem, 132)) == offered
+    assert runs(problem, free) == offered
+    assert config_of(config_name(replace(free, GROUP=5))) == replace(free, GROUP=5)
 
 
 def test_no_two_heights_are_the_same_bands() -> None:

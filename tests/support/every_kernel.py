@@ -59,7 +59,7 @@ from fp8fn.ops.quantize_silu_mul import (
 from fp8fn.ops.silu_mul import BACKWARD_OUTPUTS, SAVED_BLOCK, SAVED_OUTPUTS, SavedSiluMul, SiluMulBackward
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import SM90, Target, target_of
-from fp8fn.ops.tuning.model import SMALLEST, X, pairs, tiles
+from fp8fn.ops.tuning.model import SMALLEST, X, pairs, runs, tiles
 from fp8fn.ops.tuning.problem import Problem
 from support import kernel_info
 from support.configs import (
@@ -140,7 +140,8 @@ def _dense(place: Place, target: Target) -> Forms:
 
     for kinds in KINDS:
         problem = Problem(1, 1, 1, *kinds)
-        for config, shape in product((*tiles(problem), *pairs(problem)), ("even", "ragged")):
+        free = (config for config in (replace(X, TURNS=False),) if runs(problem, config))
+        for config, shape in product((*tiles(problem), *pairs(problem), *free), ("even", "ragged")):
             yield form(kinds, shape, config)
     for kinds, shape in ((KINDS[2], "ragged"), (KINDS[3], "even")):
         for config in tiles(Problem(1, 1, 1, *kinds, fast=True)):

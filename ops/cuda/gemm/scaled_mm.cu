@@ -16,7 +16,7 @@
 // in the tensor core's accumulator, and nothing is promoted.
 //
 // Turns. Warpgroups that start their products together also promote together, and the tensor core idles meanwhile. With
-// TURNS they start in order, one after the other, so that one promotes while the others' products run.
+// IN_TURNS they start in order, one after the other, so that one promotes while the others' products run.
 //
 // Early starts. Where a tile has two products, whose epilogue is long, and scales change along K, the next tile's first
 // product starts before it.
@@ -36,6 +36,7 @@
 //   CLUSTER, SHARE_B, SPLIT, B_ONCE
 //   A_SCALE, B_SCALE  WHOLE, LINE, VECTOR or BLOCK (`scale_kinds.cuh`)
 //   PROMOTE           K tiles a promotion, where no scale changes along K
+//   TURNS             whether warpgroups may take turns
 //   OUT, BIAS         of the enum Element; OUT_VIA: PAIRS, LINES or BULK
 //   GROUPED           DENSE, JAGGED_M, JAGGED_K or MASKED (`tiles.cuh`); JAGGED_K needs SPREAD_UNIT, MASKED needs ZEROS
 //
@@ -68,9 +69,10 @@ static_assert(A_SCALE != BLOCK || (SLICES_M == 1 && GROUPED != JAGGED_M),
 static_assert(DEPTH < 2 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
 static_assert(DEPTH > 0 || !SCALED, "a scale that changes along K is applied to a temporary");
 
-// Where turns were measured to be faster (H100). A promotion by scales of rows and of columns lasts too long for them.
-constexpr bool TURNS = SPLIT == 1 && !B_ONCE && !(A_SCALE == VECTOR && B_SCALE == VECTOR) &&
-                       (MATH == 3 || (MATH == 2 && SCALED && DEPTH == 2));
+// Where turns may be faster: a promotion by scales of rows and of columns lasts too long for them. With three warpgroups
+// and scales along K they are on an H100, and slower on an H200: tables say TURNS 0.
+constexpr bool IN_TURNS = TURNS && SPLIT == 1 && !B_ONCE && !(A_SCALE == VECTOR && B_SCALE == VECTOR) &&
+                          (MATH == 3 || (MATH == 2 && SCALED && DEPTH == 2));
 
 // Where an early start was measured to be faster (H100): 4 to 9 %, and not where three warpgroups take turns. Without
 // scales along K it would spill registers, and the compiler would wait for the product before the epilogue.
@@ -393,7 +395,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 
         // Barriers of the turns: the warpgroup before arrives, and the one whose turn it is waits.
         auto turn_of = [](int of) { return 1 + MATH + of; };
-        if (TURNS && warpgroup == MATH - 1) named_arrive<2 * WARPGROUP>(turn_of(0));
+        if (IN_TURNS && warpgroup == MATH - 1) named_arrive<2 * WARPGROUP>(turn_of(0));
         auto take_rows = [&](Scales& scales, int stage, int slice, const Tile& of) {
 #if A_SCALE == VECTOR
             const int of_row = row + slice * 64 + (A_SCALE_EXTRA ? of.m % 4 : 0);
@@ -409,7 +411,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                          int units = BK / 32) {
             const uint64_t from_a = moved(of_a, stage * A_BYTES + slice_m * 64 * BK);
             const uint64_t from_b = moved(of_b, stage * B_BYTES + slice_n * WIDTH * BK);
-            if constexpr (TURNS) named_sync<2 * WARPGROUP>(turn_of(warpgroup));
+            if constexpr (IN_TURNS) named_sync<2 * WARPGROUP>(turn_of(warpgroup));
             fence_registers(d);
             wgmma_fence();
 #pragma unroll
@@ -417,7 +419,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 if (k < units) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
             wgmma_commit();
             fence_registers(d);
-            if constexpr (TURNS) named_arrive<2 * WARPGROUP>(turn_of((warpgroup + 1) % MATH));
+            if constexpr (IN_TURNS) named_arrive<2 * WARPGROUP>(turn_of((warpgroup + 1) % MATH));
         };
         // Releases a stage. `loaded` has bits of what this thread loaded last from the stage (see `once_loaded`).
         // Scales that were loaded before a product started have arrived by the time the product has ended.
@@ -835,7 +837,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #if OUT_VIA == BULK
         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();
 #endif
-        if (TURNS && warpgroup == 0) named_sync<2 * WARPGROUP>(turn_of(0));  // for the last one's arrival
+        if (IN_TURNS && warpgroup == 0) named_sync<2 * WARPGROUP>(turn_of(0));  // for the last one's arrival
     }
     // A block must not end while another block of the cluster may arrive at its mbarriers or write to its stages.
     if constexpr (CLUSTER > 1) cluster_sync();

@@ -44,7 +44,7 @@ class ScaledMmConfig:
     `MATH` warpgroups of `SLICES_M` x 64 rows, `BN` columns in `SLICES_N` products, `DEPTH` temporaries (0: all of K
     stays in the tensor core's accumulator), `STAGES` k-blocks in shared memory (0: as many as fit), `CLUSTER` blocks
     that share B (or A), or `SPLIT` blocks that share K of a tile (2, 4 or 8), `GROUP` rows of tiles walked together,
-    `PROMOTE` k-blocks a promotion where scales hold for all K.
+    `PROMOTE` k-blocks a promotion where scales hold for all K, `TURNS` whether warpgroups may take turns.
     """
 
     MATH: int = 2
@@ -58,6 +58,7 @@ class ScaledMmConfig:
     SPLIT: int = 1
     GROUP: int = 8
     PROMOTE: int = 4
+    TURNS: bool = True
 
     @cached_property
     def BM(self) -> int:
@@ -67,7 +68,8 @@ class ScaledMmConfig:
         slices = f"/{self.SLICES_M}x{self.SLICES_N}" if self.SLICES_M * self.SLICES_N > 1 else ""
         shared = f" cluster{self.CLUSTER}{'B' if self.SHARE_B else 'A'}" if self.CLUSTER > 1 else ""
         split = f" split{self.SPLIT}" if self.SPLIT > 1 else ""
-        return f"{self.BM}x{self.BN}{slices} depth{self.DEPTH}{shared} group{self.GROUP}{split}"
+        free = "" if self.TURNS else " without turns"
+        return f"{self.BM}x{self.BN}{slices} depth{self.DEPTH}{shared} group{self.GROUP}{split}{free}"
 
 
 def scale_kind(line: int, along_k: int) -> str:
@@ -158,8 +160,8 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         "MATH": config.MATH, "SLICES_M": config.SLICES_M, "BN": config.BN, "SLICES_N": config.SLICES_N,
         "DEPTH": config.DEPTH, "STAGES": stages, "CLUSTER": config.CLUSTER, "SHARE_B": int(config.SHARE_B),
         "SPLIT": config.SPLIT, "GROUP": config.GROUP, "GROUPED": grouped, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
-        "PROMOTE": config.PROMOTE, "OUT": OUT[out.dtype], "OUT_VIA": out_via, "OUT_CHUNKS": out_chunks,
-        "B_ONCE": int(once), "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "PROMOTE": config.PROMOTE, "TURNS": int(config.TURNS), "OUT": OUT[out.dtype], "OUT_VIA": out_via,
+        "OUT_CHUNKS": out_chunks, "B_ONCE": int(once), "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     if grouped == "JAGGED_K":
         macros["SPREAD_UNIT"] = unit_of(k, batches)
@@ -191,6 +193,8 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         options["DEPTH"] = 0
     if config.GROUP != ScaledMmConfig.GROUP:
         options["GROUP"] = config.GROUP
+    if not config.TURNS:
+        options["TURNS"] = 0
     if kinds[0] == "BLOCK":
         args |= {"as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1)}
     binds = {"out_rows": "out"}
