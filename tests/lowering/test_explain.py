@@ -501,7 +501,7 @@ class Experts(nn.Module):
 
 
 def test_the_kernel_of_groups_is_that_of_the_chips_table() -> None:
-    """The H100's table has this product in 128x128 in bands of 4; no table of the H200's has products of groups."""
+    """The H100's table has this product in 128x128 in bands of 4, the H200's in 192x128 without turns."""
     with torch.device("meta"):
         model, x = Experts(), torch.empty(30000, 7168, dtype=torch.bfloat16)
         offs = torch.empty(8, dtype=torch.int32)
@@ -512,4 +512,6 @@ def test_the_kernel_of_groups_is_that_of_the_chips_table() -> None:
     assert "BM=128,BN=128" in kernels["h100"]
     assert "GROUP=4" in kernels["h100"]
     assert kernels["h100"].endswith("(cuda by scaled_grouped_mm-nvidia-h100-80gb-hbm3-132.json)")
-    assert kernels["h200"].endswith("(cuda by the model)")
+    assert "BM=192,BN=128" in kernels["h200"]
+    assert "TURNS=0" in kernels["h200"]
+    assert kernels["h200"].endswith("(cuda by scaled_grouped_mm-nvidia-h200-132.json)")

@@ -125,5 +125,5 @@ def test_a_table_names_it_where_the_build_has_it(cuda: str, kernel: str, monkeyp
     """This gradient of a weight is one of those for which the H200's table names cuBLASLt."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    product = replace(operands(Problem(4096, 4096, 4096, "VECTOR", "VECTOR")).product(SM90), chip=NAMED["h200"])
+    product = replace(operands(Problem(4096, 4096, 8192, "VECTOR", "VECTOR")).product(SM90), chip=NAMED["h200"])
     assert SCALED_MM.choose(product).name == kernel
