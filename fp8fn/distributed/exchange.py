@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8fn.distributed.exponents import exponents_of, scale_of
+from fp8fn.distributed.exponents import exponents_of, saturated, scale_of
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.layout import Block
@@ -82,11 +82,11 @@ def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Products with powers of two, which are exact in any type that has float32's exponents."""
+    """Products with powers of two: exact in any type that has float32's exponents, up to its largest number."""
     if dtype == torch.float16 or data.shape[1] % _BLOCK[1]:
-        return reference.dequantize(data.contiguous(), scale, _BLOCK).to(dtype)
+        return saturated(reference.dequantize(data.contiguous(), scale, _BLOCK).to(dtype))
     blocks: Tensor = data.to(dtype).unflatten(1, (-1, _BLOCK[1])) * scale.to(dtype)[..., None]
-    return blocks.flatten(1)
+    return saturated(blocks).flatten(1)
 
 
 class ByPulls:

@@ -1,4 +1,4 @@
-"""Scales that are powers of two as they are sent: the exponent alone, a byte."""
+"""Scales that are powers of two as they are sent: the exponent alone, a byte; and what FP8 rounds beyond a type."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def exponents_of(scale: Tensor) -> Tensor:
 def scale_of(exponents: Tensor) -> Tensor:
     """The scales again; 255 is Inf."""
     return (exponents.to(torch.int32) << _FRACTION).view(torch.float32)
+
+
+def saturated(x: Tensor) -> Tensor:
+    """Rows that came as FP8, in place, with the largest finite number of their type for each Inf.
+
+    FP8 rounds float16's 65504 to 65536, and the largest numbers of bfloat16 and float32 to 2**128. Such numbers keep
+    their FP8 bits if they are quantized again. Rows that held an Inf are NaN in that block, and stay it.
+    """
+    largest = torch.finfo(x.dtype).max
+    return x.clamp_(-largest, largest)

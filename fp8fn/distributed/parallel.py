@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fp8fn.distributed.exponents import exponents_of, scale_of
+from fp8fn.distributed.exponents import exponents_of, saturated, scale_of
 from fp8fn.meta.levels import apply
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE_POW2, Recipe, parse_recipe, recipe_key
@@ -60,7 +60,8 @@ def _gathered(x: DTensor, dtype: torch.dtype | None) -> DTensor:
     whole: Tensor = placed.redistribute(placements=[Replicate()]).to_local()
     scales = scale_of(whole[..., columns : columns + blocks])
     rows = ScaledTensor(whole[..., :columns].view(data.dtype), scales, _ROWS)
-    return DTensor.from_local(dequantize(rows, x.dtype).contiguous(), x.device_mesh, [Replicate()], run_check=False)
+    local = saturated(dequantize(rows, x.dtype)).contiguous()
+    return DTensor.from_local(local, x.device_mesh, [Replicate()], run_check=False)
 
 
 class _Gather(torch.autograd.Function):

@@ -33,6 +33,8 @@ _CAST: Final = torch.ops.prims.convert_element_type.default
 _PRODUCT: Final = torch.ops.fp8fn.scaled_mm.default
 _GATHER: Final = collectives.all_gather.default
 _WAIT: Final = collectives.wait.default
+# Bounds of a type: a value beyond them is quantized to the bits that were gathered.
+_BOUNDS: Final = (aten.clamp.default, aten.clamp_max.default, aten.clamp_min.default)
 _CHANGED: Final = "what is gathered is changed before it is dequantized"
 
 
@@ -77,7 +79,7 @@ def _wait_behind(x: Node) -> Node | None:
     """The all-gather that elementwise operations, views, slices and concatenations make `x` of, if any."""
     pending, seen = [x], set()
     through = (*RESHAPES, _CAST, aten.mul.Tensor, aten.view.dtype, aten.slice.Tensor, aten.cat.default,
-               aten.split.Tensor, aten.index.Tensor, operator.getitem, aten.clone.default)  # fmt: skip
+               aten.split.Tensor, aten.index.Tensor, operator.getitem, aten.clone.default, *_BOUNDS)  # fmt: skip
     while pending:
         node = pending.pop()
         if node.target is _WAIT:
@@ -112,7 +114,9 @@ def _rewrite(graph: Graph, quantizer: Quantizer, x: Node) -> tuple[str | None, s
 
 def _dequantized(x: Node) -> _Gathered | str:
     """The gathered data and scales that `x` is the product of, or why it is none."""
-    product: Any = x.args[0] if x.target is _CAST else x
+    product: Any = x
+    while product.target in (_CAST, *_BOUNDS):
+        product = product.args[0]
     if product.target is not aten.mul.Tensor:
         return "16 bits are gathered: use the styles of fp8fn.distributed"
     data, scale = product.args

@@ -52,9 +52,10 @@ class Source(NamedTuple):
 @triton.jit
 def pull_rows(
     out, rank, row, absent, addresses, N, blocks, scales_at,
-    BLOCKS: tl.constexpr, TYPE: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, TYPE: tl.constexpr, LARGEST: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A row's `BLOCKS` blocks of 128 elements, from one rank."""
+    """A row's `BLOCKS` blocks of 128 elements, from one rank. Scaled ones are at most `LARGEST`."""
     at = tl.program_id(0)
     source = tl.load(rank + at)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -72,6 +73,8 @@ def pull_rows(
         if SCALED:
             scales = tl.cast(address + scales_at, tl.pointer_type(tl.uint8)) + there * blocks
             value *= scale_value(tl.load(scales + block, mask=block < blocks, other=127))[:, None]
+            # FP8 rounds a type's largest numbers beyond it. A NaN is neither larger nor smaller, and stays.
+            value = tl.where(value > LARGEST, LARGEST, tl.where(value < -LARGEST, -LARGEST, value))
     if WIDE:
         at = at.to(tl.int64)
     tl.store(out + at * N + column, value.to(out.dtype.element_ty), mask=inside)
@@ -84,7 +87,7 @@ def plan_pull_rows(source: Source, places: Places, out: Tensor, target: Target) 
     scaled = source.dtype.itemsize == 1
     here = min(triton.next_power_of_2(blocks), 32)
     constexprs: dict[str, Any] = {
-        "BLOCKS": here, "TYPE": _TYPES[source.dtype], "SCALED": scaled,
+        "BLOCKS": here, "TYPE": _TYPES[source.dtype], "LARGEST": torch.finfo(out.dtype).max, "SCALED": scaled,
         "ALIGNED": n * source.dtype.itemsize % 16 == 0, "WIDE": is_wide(out),
     }  # fmt: skip
     return TritonLaunch(

@@ -388,6 +388,22 @@ def test_a_sequence_of_a_type_that_fp8_does_not_stand_for_is_gathered_as_it_is(d
     assert torch.equal(out, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_largest_numbers_of_a_sequence_stay_finite(dtype: torch.dtype) -> None:
+    """FP8 rounds them beyond their type."""
+    largest = torch.finfo(dtype).max
+    x = (torch.linspace(-1, 1, 2 * 8 * 256).view(2, 8, 256) * largest).to(dtype)
+    with ranks_in_one_process(2) as ranks, ranks.mode:
+        style = fp8_styles.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+        module = torch_styles.parallelize_module(nn.Linear(256, 4, bias=False, dtype=dtype), ranks.mesh, style)
+        gathered: list[Any] = []
+        module.register_forward_pre_hook(lambda module, inputs: gathered.extend(inputs))
+        module(sharded(x, ranks.mesh, Shard(1)))
+        out = gathered[0].to_local().reconcile()
+    assert out.isfinite().all()
+    assert (out[0, 0, 0], out[-1, -1, -1]) == (-largest, largest)
+
+
 @pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel", "PrepareModuleInput"])
 def test_styles_need_scales_that_are_powers_of_two(style: str) -> None:
     with pytest.raises(ValueError, match=r"recipe='blockwise' .* use BLOCKWISE_POW2"):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fp8fn
 from fp8fn.distributed import combine, dispatch
 from fp8fn.distributed.exchange import ByCollective, ByPulls
+from fp8fn.distributed.experts import Routing
 from fp8fn.ops import reference
 from support.accuracy import snr
 from support.processes import DEVICES, drawn, mesh_of, process_group, run_processes, skip_without
@@ -174,6 +175,36 @@ def _bits_beyond_numbers(rank: int) -> None:
     assert rows[:, 256:].isfinite().all()
 
 
+def _largest(dtype: torch.dtype) -> None:
+    """FP8 rounds the largest numbers of a type beyond it; rows and gradients stay finite and keep their FP8 bits."""
+    largest = torch.finfo(dtype).max
+    for k in (K, 256):
+        x = (torch.linspace(-1, 1, 4 * k).view(4, k) * largest).to(dtype)
+        x[1, 0], x[2, 0] = torch.inf, torch.nan
+        rows, routing = dispatch(x, torch.tensor([2, 0, 2, 0]))
+        out = combine(rows, routing)
+        for found in (out, _gradient_of_combine(x, routing)):
+            assert found.dtype == dtype
+            assert found[[0, 3]].isfinite().all()
+            assert found[1:3, :128].isnan().all()
+            assert found[1:3, 128:].isfinite().all()
+            assert (found[0, 0], found[3, -1]) == (-largest, largest)
+            for one, other in zip(*(_quantized(y) for y in (found[[0, 3]], x[[0, 3]])), strict=True):
+                assert torch.equal(one.float(), other.float())
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    return reference.quantize(x, (1, 128), torch.float8_e4m3fn, "pow2")
+
+
+def _gradient_of_combine(grad: Tensor, routing: Routing) -> Tensor:
+    """What the backward sends to the experts, sent back."""
+    y = torch.zeros(routing.exchange.rows, grad.shape[1], dtype=grad.dtype).requires_grad_()
+    combine(y, routing).backward(grad)
+    assert y.grad is not None
+    return combine(y.grad, routing)
+
+
 def _whole_blocks(dtype: torch.dtype) -> None:
     """The bits of float32's products, of values that become subnormal too."""
     x = (drawn(64, 256, seed=3) * torch.logspace(-38, 3 if dtype == torch.float16 else 38, 64)[:, None]).to(dtype)
@@ -235,6 +266,7 @@ def _run(rank: int, device: str, folder: str) -> None:
         _compiled()
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             _whole_blocks(dtype)
+            _largest(dtype)
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")

@@ -170,3 +170,20 @@ def test_nan_and_inf_stay_in_their_blocks(monkeypatch: pytest.MonkeyPatch) -> No
         assert rows[:, :128].isnan().any(1).all()
         assert not rows[:, 128:256].isfinite().all(1).any()
         assert rows[:, 256:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_largest_numbers_stay_finite(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = torch.finfo(dtype).max
+
+    def run(rank: int, pulls: ByPulls) -> Tensor:
+        x = torch.full((int(COUNTS[rank].sum()), 384), largest, dtype=dtype)
+        x[:, 0], x[:, 128] = -largest, torch.nan
+        return pulls.to_experts(x)[: pulls.offsets[-1]]
+
+    for rows in _on_ranks(COUNTS, run, monkeypatch):
+        assert len(rows)
+        assert (rows[:, 0] == -largest).all()
+        assert (rows[:, 1:128] == largest).all()
+        assert rows[:, 128:256].isnan().all()
+        assert (rows[:, 256:] == largest).all()
