@@ -57,6 +57,17 @@ def not_shared(group: Any) -> str | None:
     return not_pipelined(group.group_name, group.size()) if group.size() > 1 else None
 
 
+def has_agreed(group: Any) -> bool:
+    """Whether `not_shared` knows its answer for the group, and asks no other rank."""
+    if group.size() == 1 or not _has_gpus(group):
+        return True
+    try:
+        from fp8fn.ops.torch_private import symmetric_memory as private
+    except ImportError:
+        return True
+    return private.group_of(group.group_name) in _answers
+
+
 def _has_gpus(group: Any) -> bool:
     """By all backends of a group: one that was made without a backend's name has several."""
     return "nccl" in str(dist.get_backend_config(group))

@@ -122,7 +122,7 @@ def of_distributed(folder: Path) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     return {
         "model": Model(), "fully_shard": fully_shard, "group": dist.group.WORLD, "x": torch.randn(8, 256),
-        "order": torch.arange(8), "counts": torch.tensor([3, 5]), "weights": torch.randn(2, 256, 128),
+        "order": torch.arange(8), "counts": torch.tensor([3, 5]), "weights": torch.randn(2, 256, 256),
     }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def _case(rank: int, capacity: int | None = None, counts: Tensor = COUNTS) -> No
         weights = torch.randn(EXPERTS, K, N).bfloat16()
         own = weights[mine.start : mine.stop].requires_grad_()
         y = fp8fn.grouped_gemm(rows, own, routing.offsets, recipe="blockwise_pow2")
-        out = combine(y, routing)
+        out = combine(y, routing, width=N)
         whole = _rows(rank, counts).requires_grad_()
         ends = counts[rank].cumsum(0).to(x.device, torch.int32)
         one = fp8fn.grouped_gemm(whole, weights, ends, recipe="blockwise_pow2")
@@ -124,6 +124,9 @@ def _errors(rank: int) -> None:
         dispatch(same, DTensor.from_local(torch.tensor([4, 0, 0, 0]), mesh_of(), [Replicate()]))
     with pytest.raises(TypeError, match="combine: y is a DTensor"):
         combine(placed, routing)
+    _other_results(same.bfloat16())
+    _other_experts(rank, same)
+    _other_capacities(rank, same)
     for different, named in ((torch.randn(4, K + rank), 301), (same.to((torch.bfloat16, torch.float16)[rank]), 300)):
         message = rf"dispatch: rank 1 has counts of 4 experts and x of width {named} in torch\.float\d\d, and rank 0 "
         with pytest.raises(ValueError, match=message):  # on all ranks
@@ -139,6 +142,52 @@ def _errors(rank: int) -> None:
     else:
         with pytest.raises(ValueError, match="rank 1 would send 4 rows, and capacity is 3"):  # on all ranks
             dispatch(same[: 2 + 2 * rank], torch.tensor([1, 0, 1, 2 * rank]), capacity=3)
+
+
+def _other_results(x: Tensor) -> None:
+    """Each rank knows by its own routing, and by what it is told, whether the others would wait for other bytes."""
+    for capacity in (None, 8):
+        rows, routing = dispatch(x, torch.tensor([1, 0, 3, 0]), capacity=capacity)
+        narrow = rows[:, :N].contiguous()
+        with pytest.raises(ValueError, match=r"y has 128 columns, and x of dispatch had 300; .* give width=128 on all"):
+            combine(narrow, routing)
+        with pytest.raises(ValueError, match="y has 300 columns, and width=128; make it as wide"):
+            combine(rows, routing, width=N)
+        message = r"y has dtype torch\.float32, and x of dispatch had torch\.bfloat16; pass y\.to\(torch\.bfloat16\)"
+        with pytest.raises(TypeError, match=message):
+            combine(rows.float(), routing)
+        with pytest.raises(
+            TypeError, match=r"dtype=torch\.float32; pass y\.to\(torch\.float32\), or give dtype=torch\.bf"
+        ):
+            combine(rows, routing, dtype=torch.float32)
+        out = combine(narrow.float(), routing, width=N, dtype=torch.float32)
+        assert out.dtype == torch.float32
+        assert torch.equal(out, _rounded(x)[:, :N].float())
+
+
+def _other_experts(rank: int, x: Tensor) -> None:
+    """Numbers of experts that differ raise an error on all ranks, also those that are no multiple of the ranks."""
+    for own, other in ((4, 8), (8, 4), (4, 5), (5, 4), (2, 500)):
+        counts = torch.zeros(other if rank else own, dtype=torch.int64)
+        counts[0] = 4
+        for capacity in (None, 8):
+            message = f"dispatch: rank 1 has counts of {other} experts and x of .* and rank 0 counts of {own} experts"
+            with pytest.raises(ValueError, match=message):
+                _dispatched_by_host(x, counts, capacity)
+
+
+def _other_capacities(rank: int, x: Tensor) -> None:
+    """One rank alone has a capacity, or another one."""
+    for capacities in ((None, 8), (8, None), (8, 9)):
+        shown = str(list(capacities)).replace("[", r"\[")
+        with pytest.raises(ValueError, match=rf"dispatch: ranks have capacity {shown}; give one number to all of them"):
+            _dispatched_by_host(x, torch.tensor([1, 0, 3, 0]), capacities[rank])
+
+
+def _dispatched_by_host(x: Tensor, counts: Tensor, capacity: int | None) -> None:
+    """On GPUs too all ranks raise at the first call of a group, before they agree whether they read each other."""
+    group = dist.new_group() if x.is_cuda else None
+    dispatch(x, counts, group, capacity=capacity)
 
 
 def _wrong_counts(rank: int, pulled: bool) -> None:
@@ -162,7 +211,7 @@ def _wrong_counts(rank: int, pulled: bool) -> None:
         rows = rows[:6]
         assert rows.shape == (6, x.shape[1])
         assert rows.isnan().all()
-        assert combine(torch.zeros(capacity, N), routing).isnan().all()
+        assert combine(torch.zeros(capacity, x.shape[1], dtype=x.dtype), routing).isnan().all()
     rows, routing = dispatch(same, torch.tensor([0, 3, 0, 1]), capacity=6)
     assert rows[:6].isfinite().all()  # and later calls are right
 
