@@ -8,6 +8,7 @@ gradient of a bias behind a row-parallel product sums what was gathered.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -174,14 +175,18 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
 
 
 class PrepareModuleInput(torch_parallel.PrepareModuleInput):
-    """PyTorch's `PrepareModuleInput`, which gathers sequences as FP8: once for all products that read an input.
+    """PyTorch's `PrepareModuleInput`, which gathers activations as FP8: once for all products that read them.
+
+    That is the first input which is as wide as one that a linear layer or a matrix of the module multiplies. Others,
+    such as masks with -Inf and rotary embeddings, are gathered as PyTorch does, in their own type.
 
     Args:
         recipe: Recipe of the model's products, with powers of two as scales.
+        quantized_inputs: Positions and keywords of the inputs that are gathered as FP8, in the place of that first one.
         layouts: The arguments of PyTorch's class.
 
     Raises:
-        ValueError: The recipe's values would not keep their bits.
+        ValueError: The recipe's values would not keep their bits, or one of `quantized_inputs` has no layout.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
@@ -190,12 +195,74 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         (Replicate(),)
     """
 
-    def __init__(self, *, recipe: Recipe | str = BLOCKWISE_POW2, **layouts: Any) -> None:
+    def __init__(
+        self,
+        *,
+        recipe: Recipe | str = BLOCKWISE_POW2,
+        quantized_inputs: Sequence[int | str] | None = None,
+        **layouts: Any,
+    ) -> None:
         super().__init__(**layouts)
         self.recipe = _checked("PrepareModuleInput", recipe)
+        known = [*range(len(self.input_layouts or ())), *self.input_kwarg_layouts]
+        if any(each not in known for each in quantized_inputs or ()):
+            raise ValueError(
+                f"PrepareModuleInput: quantized_inputs={quantized_inputs!r} has an input without a layout; those with "
+                f"one are {known}"
+            )
+        self.quantized_inputs = quantized_inputs
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        widths = _widths(module)
+
+        def gather(_: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
+            return self._with_gathered(inputs, by_name, widths, device_mesh)
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)  # before PyTorch's hook, which does the rest
+        return super()._apply(module, device_mesh)
+
+    def _with_gathered(
+        self, inputs: tuple[Any, ...], by_name: dict[str, Any], widths: frozenset[int], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs, of which some are gathered as FP8, and DTensors."""
+        all_inputs = _by_place(inputs, by_name)
+        given = _by_place(self.input_layouts, self.input_kwarg_layouts)
+        wanted = _by_place(self.desired_input_layouts, self.desired_input_kwarg_layouts)
+        for place, x in all_inputs.items():
+            if wanted.get(place) != Replicate() or given.get(place) is None or not isinstance(x, Tensor):
+                continue
+            chosen = place in self.quantized_inputs if self.quantized_inputs is not None else _is_as_wide(x, widths)
+            if not chosen:
+                continue
+            all_inputs[place] = _input(x, mesh, (given[place],), (Replicate(),), self.recipe)
+            if self.quantized_inputs is None:
+                break  # a mask may be as wide, with as many tokens as a layer has columns
+        positional = tuple(all_inputs[place] for place in range(len(inputs)))
+        return positional, {name: all_inputs[name] for name in by_name}
 
     def _prepare_input_arg(self, input: Any, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:
-        if given is None or wanted is None:
-            return super()._prepare_input_arg(input, mesh, given, wanted)
-        placed = _input(input, mesh, (given,), (wanted,), self.recipe)
-        return placed.to_local() if self.use_local_output else placed
+        if isinstance(input, DTensor) and input.placements == (wanted,):  # PyTorch would sum its gradient
+            return input.to_local() if self.use_local_output else input
+        return super()._prepare_input_arg(input, mesh, given, wanted)
+
+
+def _by_place(positional: Sequence[Any] | None, by_name: Mapping[str, Any]) -> dict[int | str, Any]:
+    found: dict[int | str, Any] = dict(enumerate(positional or ()))
+    found.update(by_name)
+    return found
+
+
+def _is_as_wide(x: Tensor, widths: frozenset[int]) -> bool:
+    return x.dtype in INPUT_DTYPES and x.ndim > 1 and x.shape[-1] in widths
+
+
+def _widths(module: nn.Module) -> frozenset[int]:
+    """How wide activations are that the weights of a module multiply: matrices lie either way where no layer says."""
+    found: set[int] = set()
+    for part in module.modules():
+        if isinstance(width := getattr(part, "in_features", None), int):
+            found.add(width)
+            continue
+        for weight in part.parameters(recurse=False):
+            found.update(weight.shape[-2:] if weight.ndim > 1 else ())
+    return frozenset(found)

@@ -388,6 +388,66 @@ def test_a_sequence_of_a_type_that_fp8_does_not_stand_for_is_gathered_as_it_is(d
     assert torch.equal(out, x)
 
 
+class Masked(nn.Module):
+    """Attention's inputs, which it gives back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wq = nn.Linear(width, 64)
+
+    def forward(self, x: Tensor, mask: Tensor, turns: Tensor) -> tuple[Tensor, ...]:
+        return x, mask, turns
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("tokens", [8, 256], ids=["fewer tokens than columns", "as many"])
+@pytest.mark.parametrize("quantized", [None, 2, 0], ids=str)
+def test_a_mask_beside_activations_is_gathered_as_it_is(quantized: int | None, tokens: int, by_name: bool) -> None:
+    """In 16 bits, with its -Inf; so are rotary embeddings, unless the style is told otherwise."""
+    names = ("x", "mask", "turns")
+    inputs = (
+        drawn(2, tokens, 256, seed=1),
+        torch.full((2, tokens, tokens), -torch.inf).triu(1),
+        drawn(2, tokens, 64, seed=2),
+    )
+    cut = {name: Shard(1) for name in names} if by_name else (Shard(1),) * 3
+    whole = {name: Replicate() for name in names} if by_name else (Replicate(),) * 3
+    of_names = {"input_kwarg_layouts": cut, "desired_input_kwarg_layouts": whole}
+    layouts = of_names if by_name else {"input_layouts": cut, "desired_input_layouts": whole}
+    with ranks_in_one_process(2) as ranks, ranks.mode:
+        chosen = None if quantized is None else (names[quantized] if by_name else quantized,)
+        style = fp8_styles.PrepareModuleInput(quantized_inputs=chosen, use_local_output=True, **layouts)
+        module = torch_styles.parallelize_module(Masked(256), ranks.mesh, style)
+        parts = [sharded(x, ranks.mesh, Shard(1)).to_local() for x in inputs]
+        out = module(**dict(zip(names, parts, strict=True))) if by_name else module(*parts)
+        found = [y.reconcile() for y in out]
+    for place, (x, y) in enumerate(zip(inputs, found, strict=True)):
+        as_fp8 = fp8fn.quantize(x, (1, 128), scale="pow2").dequantize(x.dtype)
+        assert torch.equal(y, as_fp8 if place == (quantized or 0) else x), names[place]
+
+
+def test_only_inputs_with_a_layout_are_quantized() -> None:
+    for wrong in ((1,), ("mask",)):
+        with pytest.raises(ValueError, match=r"quantized_inputs=\(.*\) has an input without a layout; .* \[0, 'x'\]"):
+            fp8_styles.PrepareModuleInput(
+                input_layouts=Shard(1), desired_input_layouts=Replicate(), input_kwarg_layouts={"x": Shard(1)},
+                desired_input_kwarg_layouts={"x": Replicate()}, quantized_inputs=wrong,
+            )  # fmt: skip
+
+
+def test_activations_of_a_module_with_bare_matrices_are_gathered_in_fp8() -> None:
+    """Experts, for example, which lie either way."""
+    for shape in ((4, 256, 64), (4, 64, 256), (256, 64)):
+        x = drawn(2, 8, 256, seed=1)
+        with ranks_in_one_process(2) as ranks, ranks.mode:
+            style = fp8_styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+            module = nn.Identity()
+            module.w = nn.Parameter(torch.randn(*shape))
+            module = torch_styles.parallelize_module(module, ranks.mesh, style)
+            out = module(sharded(x, ranks.mesh, Shard(1)).to_local()).full_tensor().reconcile()
+        assert torch.equal(out, fp8fn.quantize(x, (1, 128), scale="pow2").dequantize(x.dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_largest_numbers_of_a_sequence_stay_finite(dtype: torch.dtype) -> None:
     """FP8 rounds them beyond their type."""
