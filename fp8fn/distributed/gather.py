@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8fn.arguments import checked
 from fp8fn.distributed.master import GatherForm, MasterWeight, Written, version_of
@@ -173,12 +174,8 @@ def update_scales(model: nn.Module) -> None:
     groups: dict[dist.ProcessGroup, list[_Placed]] = {}
     for weight in _sharded(model):
         groups.setdefault(weight.group, []).append(weight)
-    if not groups and not any(_is_chosen(module) for module in model.modules()):
-        warnings.warn(
-            f"update_scales: gather_fp8 has chosen no weight of this {type(model).__name__}, and FSDP gathers them "
-            "unquantized; call gather_fp8(model) before fully_shard",
-            stacklevel=4,  # `checked` and `no_grad` are between
-        )
+    if (why := _why_nothing_is_gathered(model)) is not None:
+        warnings.warn(f"update_scales: {why}", stacklevel=4)  # `checked` and `no_grad` are between
     for group, weights in groups.items():
         counts = [weight.blocks for weight in weights]
         # The last one is the number of a weight that some rank has lost: all raise, for the others would wait for it.
@@ -376,6 +373,23 @@ def _placed(module: nn.Module, name: str, parameter: DTensor, master: MasterWeig
 def _is_chosen(module: nn.Module) -> bool:
     """Whether weights of the module itself are gathered in FP8 under FSDP; copies of a model are not in `_WRAPPED`."""
     return module in _WRAPPED or any(isinstance(local_of(each), MasterWeight) for each in module._parameters.values())
+
+
+def _why_nothing_is_gathered(model: nn.Module) -> str | None:
+    """Why FSDP gathers no weight of the model in FP8; None if it does, or if the model is one of DDP's."""
+    chosen = filter(_is_chosen, model.modules())
+    first = next(chosen, None)
+    if first is None:
+        return (
+            f"gather_fp8 has chosen no weight of this {type(model).__name__}, and FSDP gathers them unquantized; call "
+            "gather_fp8(model) before fully_shard"
+        )
+    if is_managed_by_fsdp(first) or any(map(is_managed_by_fsdp, chosen)) or isinstance(model, DistributedDataParallel):
+        return None
+    return (
+        f"FSDP has sharded no weight of this {type(model).__name__} that gather_fp8 has chosen, and gathers none so; "
+        "call fully_shard(model) between gather_fp8 and update_scales, or leave both out where FSDP is not used"
+    )
 
 
 def _sharded(model: nn.Module) -> Iterator[_Placed]:

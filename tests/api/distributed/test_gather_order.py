@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8fn
 from fp8fn.distributed import gather_fp8, update_scales
@@ -103,8 +104,31 @@ def test_a_model_without_gathered_weights() -> None:
     gather_fp8(prepared)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        update_scales(prepared)  # as under DDP
-        update_scales(copy.deepcopy(prepared))
+        update_scales(DistributedDataParallel(prepared))
+
+
+def test_a_prepared_model_that_fsdp_has_not_sharded() -> None:
+    """With a mesh of tensor parallelism too, whose DTensors are quantized, and gathered by nobody."""
+    model, split, part = _model(), _model(), _model()
+    parallelize_module(split, mesh_of(1), {"2": ColwiseParallel()})
+    for each in (model, split, part):
+        gather_fp8(each)
+    for each in (model, copy.deepcopy(model), split):
+        message = "update_scales: FSDP has sharded no weight of this Sequential that gather_fp8 has chosen, .* call "
+        with pytest.warns(UserWarning, match=message) as shown:
+            update_scales(each)
+        assert len(shown) == 1
+        assert shown[0].filename == __file__
+    _sharded(model)
+    with pytest.raises(RuntimeError, match=r"weight has no scales yet; call fp8fn\.distributed\.update_scales"):
+        model(drawn(32, 256, seed=1))
+    fully_shard(part[1], mesh=mesh_of(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        update_scales(model)
+        update_scales(part)  # of which FSDP has one part
+        model(drawn(32, 256, seed=1))
+        update_scales(model)  # while FSDP holds the root's weights gathered
 
 
 def test_gather_fp8_after_fully_shard() -> None:
