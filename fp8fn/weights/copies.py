@@ -19,7 +19,10 @@ aten = torch.ops.aten
 
 def with_parts(weight: FP8Weight, change: Callable[[Tensor], Tensor], form: Form | None = None) -> FP8Weight:
     """A weight of `change(data)` and `change(scale)`."""
-    return weight_of(change(weight._data), change(weight._scale), weight._form if form is None else form)
+    made = weight_of(change(weight._data), change(weight._scale), weight._form if form is None else form)
+    if (filled := weight.__dict__.get("_filled")) is not None:
+        made._filled = filled
+    return made
 
 
 def _owned(weight: FP8Weight) -> Form:
@@ -149,7 +152,9 @@ def new_zeros(weight: FP8Weight, size: Sequence[int], *, dtype: Any = None, devi
     scales = [1 if b == WHOLE else math.ceil(n / b) for n, b in zip(shape, form.block, strict=True)]
     data = torch.zeros(shape, dtype=torch.uint8, device=target).view(weight._data.dtype)
     scale = torch.zeros(scales, device=target).to(weight._scale.dtype)
-    return weight_of(data, scale, form._replace(shares=False))
+    made = weight_of(data, scale, form._replace(shares=False))
+    made._filled = 0
+    return made
 
 
 @implements(aten.constant_pad_nd.default)
