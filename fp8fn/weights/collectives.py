@@ -6,8 +6,10 @@ dequantized copies would lose what it receives.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from types import FrameType
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -72,8 +74,29 @@ def _piece(func: Any, vector: JoinedParameters, axis: int = 0, start: int = 0, e
     raise NotImplementedError(f"elements {start} to {end} of joined parameters are not one parameter")
 
 
+# These send a tensor of rank 0 to tensors that the other ranks have made by its size and dtype, in 16 or 32 bits.
+_TO_PLAIN_TENSORS: Final = {
+    collectives.FROM_RANK_0: "set_model_state_dict(broadcast_from_rank0=True)",
+    "accelerate.utils.fsdp_utils": "accelerate's cpu_ram_efficient_loading",
+}
+
+
+def _check_receivers() -> None:
+    """Raises an error on rank 0 where the other ranks have made plain tensors, and call nothing of fp8fn before."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        sender = _TO_PLAIN_TENSORS.get(frame.f_globals.get("__name__", ""))
+        if sender is not None and torch.distributed.get_world_size() > 1:
+            raise NotImplementedError(
+                f"{sender} of an FP8Weight: the other ranks receive a tensor of 16 or 32 bits; load the whole state "
+                "dict on each rank, by set_model_state_dict with StateDictOptions(full_state_dict=True)"
+            )
+        frame = frame.f_back
+
+
 def _broadcast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`c10d::broadcast_` of each tensor: the bytes and the scales of a weight."""
+    _check_receivers()
     work = None
     for tensor in args[0]:
         for each in tensor._parameters if isinstance(tensor, JoinedParameters) else (tensor,):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8fn
 from fp8fn import FP8Weight
 from fp8fn.ops.layout import Block
+from fp8fn.weights import collectives
 from support.accuracy import snr
 from support.fp8_weights import make, parts, same, values
 from support.processes import run_processes
@@ -280,3 +282,42 @@ def _run(rank: int, store: str) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """All cases in one pair of processes: starting them takes longer than the cases."""
     run_processes(_run, (str(tmp_path / "store"),), RANKS)
+
+
+def _loaded_from_rank_0(rank: int, store: str) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    model, loaded = _model(512), _model(512, seed=1).state_dict()
+    fully_shard(model)
+    shard = parts(model[0].weight.full_tensor())[0].chunk(RANKS)[rank]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    if rank == 0:
+        with pytest.raises(
+            NotImplementedError, match=r"from_rank0=True\) of an FP8Weight: .* dict on each rank, by set_"
+        ):
+            set_model_state_dict(model, loaded, options=options)
+        dist.destroy_process_group()
+    else:
+        with pytest.raises(RuntimeError, match="onnection"):
+            set_model_state_dict(model, {}, options=options)
+    assert torch.equal(model[0].weight._local_tensor._data.view(torch.uint8), shard)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_loading_from_rank_0_alone(tmp_path: Path) -> None:
+    """Rank 0 says what works. The other ranks wait for a tensor of 32 bits, and end when rank 0 does."""
+    run_processes(_loaded_from_rank_0, (str(tmp_path / "store"),), RANKS)
+
+
+@pytest.mark.parametrize("sender", ["torch.distributed._state_dict_utils", "accelerate.utils.fsdp_utils"])
+def test_rank_0_tells_its_sender(sender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the module of a caller; a group of one rank sends nothing."""
+    pytest.importorskip(sender)
+    send = eval("lambda: check()", {"__name__": sender, "check": collectives._check_receivers})
+    for world in (1, 2):
+        monkeypatch.setattr(dist, "get_world_size", lambda world=world: world)
+        collectives._check_receivers()
+        with pytest.raises(NotImplementedError, match="of an FP8Weight") if world > 1 else nullcontext():
+            send()
