@@ -26,6 +26,7 @@ from fp8fn.lowering.whole_step import StepTimes
 from fp8fn.ops import mx_mm, scaled_mm, targets
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
+from fp8fn.ops.launch import described
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
@@ -267,7 +268,7 @@ def _planned_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
         return f"reference (plain PyTorch; {reason})"
     # Here a call leaves out kernels that this machine can't compile or load; of another machine that is not known.
     launches = op.loadable(product)[1] if target is None else op.plan(product)
-    return launches[0].describe() if launches else "reference (plain PyTorch)"
+    return described(launches) if launches else "reference (plain PyTorch)"
 
 
 def _dtype_of(gemm: Gemm) -> torch.dtype:

@@ -22,7 +22,7 @@ from fp8fn.ops.code_cache import warn_once
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Outputs, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.launch import Launch
+from fp8fn.ops.launch import Launch, described
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import Target
 
@@ -297,7 +297,7 @@ class Dispatch:
         choice = self.choose(operands)
         launches = choice.plan(operands)
         if _log.isEnabledFor(logging.DEBUG):
-            chosen = launches[0].describe() if launches else choice.describe()
+            chosen = described(launches) if launches else choice.describe()
             _log.debug("%s %s: %s", self.op, _shapes(operands), chosen)
         return choice, launches
 

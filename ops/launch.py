@@ -24,6 +24,8 @@ class Launch(ABC):
 
     target: Target
     reason: str = ""
+    prepares: bool = False
+    """Whether it only lays operands out for the launch after it."""
 
     @property
     @abstractmethod
@@ -55,6 +57,11 @@ class Launch(ABC):
 
     def _because(self) -> str:
         return f" ({self.reason})" if self.reason else ""
+
+
+def described(launches: Sequence[Launch]) -> str:
+    """The line of the first launch that computes a result."""
+    return next(launch for launch in launches if not launch.prepares).describe()
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,10 @@ def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor, constant: 
     k_lines = has_lines(a) and has_lines(b.mT)
     words = all(mx_tiles.has_words(lines) for lines in (scales[0], scales[1].mT)) if scales else True
     in_boxes = words and map_fault(a) is None and map_fault(b.mT) is None
-    return mx.Problem(m, n, k, target, batch, a.dtype, b.dtype, largest, k_lines, in_boxes, constant)
+    scales_in_boxes = not scales or (map_fault(scales[0].mT) is None and map_fault(scales[1]) is None)
+    return mx.Problem(
+        m, n, k, target, batch, a.dtype, b.dtype, largest, k_lines, in_boxes, scales_in_boxes, constant
+    )  # fmt: skip
 
 
 def _problem(product: ScaledProduct) -> Problem:
@@ -185,6 +188,12 @@ def _plan_scaled(product: ScaledProduct, config: MxConfig) -> tuple[Launch, ...]
     return plan_mx_mm_scaled(product, config)
 
 
+def _plan_tma(product: ScaledProduct, config: MxConfig) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton.mx_mm_tma import plan_mx_mm_tma
+
+    return plan_mx_mm_tma(product, config)
+
+
 def _plan_gemv(product: ScaledProduct, config: HipConfig) -> tuple[Launch, ...]:
     from fp8fn.ops.hip.mx_mm import plan_gemv
 
@@ -217,6 +226,7 @@ KERNELS: Final = (
     Kernel("cuda_tiles", mx_tiles.accepts, mx_tiles.configure, mx_tiles.plan, mx_tiles.untuned),
     Kernel("cuda_gemv", gemv_mx.accepts, gemv_mx.configure, gemv_mx.plan),
     Kernel("triton_few", mx_triton.accepts_few, mx_triton.configure_few, _plan_widened),
+    Kernel("triton_tma", mx_triton.accepts_tma, mx_triton.configure_tma, _plan_tma, mx_triton.untuned_tma),
     Kernel("triton_scaled", mx_triton.accepts_scaled, mx_triton.configure_scaled, _plan_scaled),
     Kernel("triton_widened", mx_triton.foreign, mx_triton.configure_widened, _plan_widened),
 )

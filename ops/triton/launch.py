@@ -154,7 +154,14 @@ class Place(NamedTuple):
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensor | TensorDescriptor | None:
         """The argument of a call. Of its tensor only the address is read, whatever its type."""
+        return self._argument(tensors[self.tensor])
+
+    def typed(self, tensors: Sequence[Tensor | None]) -> Tensor | TensorDescriptor | None:
+        """The argument of a call in the type that Triton compiles for, such as bytes for e8m0."""
         tensor = tensors[self.tensor]
+        return self._argument(tensor if tensor is None or tensor.dtype == self.dtype else tensor.view(self.dtype))
+
+    def _argument(self, tensor: Tensor | None) -> Tensor | TensorDescriptor | None:
         return tensor if tensor is None or self.descriptor is None else self.descriptor(tensor)
 
 
@@ -188,10 +195,8 @@ class Step:
     def _compile_and_start(self, tensors: Sequence[Tensor | None]) -> None:
         args = dict(self._launch.args)
         for place in self._places:
-            argument = place.of(tensors)
+            argument = place.typed(tensors)
             assert argument is not None
-            if isinstance(argument, Tensor) and argument.dtype != place.dtype:
-                argument = argument.view(place.dtype)
             args[place.name] = argument
         compiled = replace(self._launch, args=args).run()
         if self._launch.target.backend == "cuda" and compiled is not None:  # None where a hook of Triton's compiles

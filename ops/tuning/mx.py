@@ -29,7 +29,8 @@ class Problem:
 
     The output counts as float32, in which parts of a sum are kept. `k_lines`: each row of a and each column of b
     has its K in consecutive bytes from a multiple of 16. `in_boxes`: bulk copies can take tiles of both, and
-    words of four the scales. `constant`: as of `fp8fn.gemm`. `chip`: the GPU that the operands are on, if any.
+    words of four the scales. `scales_in_boxes`: bulk copies can take the scales of tiles, contiguous along M and N.
+    `constant`: as of `fp8fn.gemm`. `chip`: the GPU that the operands are on, if any.
     """
 
     m: int
@@ -42,6 +43,7 @@ class Problem:
     largest: int = 0
     k_lines: bool = True
     in_boxes: bool = True
+    scales_in_boxes: bool = True
     constant: bool = False
     chip: Chip | None = None
 

@@ -22,6 +22,7 @@ _KERNELS: Final[tuple[tuple[str, Callable[[Problem], str | None], Callable[[Prob
     ("hip_gemv", envelope.accepts_gemv, envelope.configure_gemv),
     ("hip_mfma", envelope.accepts_mfma, envelope.configure_mfma),
     ("triton_few", mx_triton.accepts_few, mx_triton.configure_few),
+    ("triton_tma", mx_triton.accepts_tma, mx_triton.configure_tma),
     ("triton_scaled", mx_triton.accepts_scaled, mx_triton.configure_scaled),
     ("triton_widened", mx_triton.foreign, mx_triton.configure_widened),
 )
@@ -55,6 +56,8 @@ def _mx_space(problem: Problem) -> Iterator[tuple[str, Any, str | None]]:
             others = [replace(own, n_sub=n, k_splits=parts) for n in (1, 2, 4) for parts in _SPLITS]
         elif name == "triton_few":
             others = [replace(own, BN=bn, SPLITS=parts) for bn in (32, 64) for parts in _SPLITS]
+        elif name == "triton_tma":
+            others = list(mx_triton.candidates_tma(problem.target))
         elif name.startswith("triton"):
             others = [configure(replace(problem, m=rows)) for rows in _ROWS]
         for config in dict.fromkeys(others):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from fp8fn.ops import targets
+from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.mx import MxConfig, Problem
 
 # Rows of a tile of the kernel that shares a sum over K: the least that a matrix instruction has.
@@ -13,6 +14,14 @@ _FEW: Final = 16
 _MOST_SPLITS: Final = 8
 # sm121 has the instruction of sm120 too, but there Triton 3.7.1 multiplies in bfloat16.
 _SCALED: Final = (100, 103, 120, "gfx950")
+# Architectures on which scales are copied from shared memory to tensor memory.
+_COPIES: Final = (100, 103)
+_BY_TMA: Final = (*_COPIES, 120)
+# Up to this number of rows half of a tile of 128 is empty.
+_FEW_BY_TMA: Final = 64
+# K tiles of the programs that a multiprocessor runs in turn. At each the kernel by pointers waits for its scales, some
+# 0.3 us by the latency of L2, and a launch that swizzles them takes some 3 us. Neither was ever timed on Blackwell.
+_LEAST_TILES: Final = 10
 
 
 def foreign(problem: Problem) -> str | None:
@@ -68,6 +77,66 @@ def _configure_sm120(problem: Problem) -> MxConfig:
         bm = 16 if problem.m <= 16 else 32 if problem.m <= 32 else 64
         return MxConfig(bm, 64, 128, 8 if bm == 64 else 4, 3)
     return MxConfig(128, 128, 128, 8, 3)  # 4 warps spill 80
+
+
+def copies_scales(target: Target) -> bool:
+    """Whether `tcgen05.cp` takes the scales of MX, which have to be swizzled for it."""
+    return target.arch in _COPIES
+
+
+def accepts_tma(problem: Problem) -> str | None:
+    if problem.target.arch not in _BY_TMA:
+        return f"{problem.target.name} is none of {', '.join(f'sm{arch}' for arch in _BY_TMA)}"
+    if (reason := foreign(problem)) is not None:
+        return reason
+    if problem.batch > 1:
+        return "an operand is a batch"
+    if problem.m <= _FEW_BY_TMA:
+        return f"M={problem.m} is {_FEW_BY_TMA} or below"
+    if problem.k == 0:
+        return "K is 0"
+    if not problem.in_boxes:
+        return "an operand does not lie as bulk copies take it"
+    if not (problem.scales_in_boxes or copies_scales(problem.target)):
+        return "the scales do not lie as bulk copies take them"
+    return None
+
+
+def configure_tma(problem: Problem) -> MxConfig:
+    return candidates_tma(problem.target)[0]
+
+
+def candidates_tma(target: Target) -> tuple[MxConfig, ...]:
+    """Configurations worth timing, the default first; none was timed, and none spills.
+
+    On sm100 two programs of 101 KiB share a multiprocessor, and one stores while another multiplies.
+    """
+    if target.arch == 120:
+        return (
+            MxConfig(128, 128, 128, 8, 3),
+            MxConfig(128, 64, 128, 8, 3),  # 64x128 spills 2 where both sides have a partial tile
+            MxConfig(64, 64, 128, 4, 3),
+        )
+    return (
+        MxConfig(128, 128, 128, 8, 3),
+        MxConfig(128, 128, 128, 4, 3),
+        MxConfig(128, 128, 128, 8, 5),
+        MxConfig(128, 256, 128, 8, 3),
+        MxConfig(128, 256, 128, 8, 4),
+        MxConfig(128, 128, 256, 8, 3),
+    )
+
+
+def untuned_tma(problem: Problem) -> str | None:
+    """Why the launch that swizzles the scales is not known to pay for itself, or None."""
+    if not copies_scales(problem.target):
+        return None
+    config, cores = configure_tma(problem), problem.target.cores
+    tiles = -(-problem.m // config.BM) * -(-problem.n // config.BN)
+    steps = -(-problem.k // config.BK) * -(-tiles // cores)
+    if steps >= _LEAST_TILES:
+        return None
+    return f"{steps} K tiles a multiprocessor are too few for a launch that swizzles the scales"
 
 
 def configure_widened(problem: Problem) -> MxConfig:

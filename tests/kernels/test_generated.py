@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.hip import build
-from fp8fn.ops.targets import GFX950, SM90, Target
+from fp8fn.ops.targets import GFX950, SM90, SM100, Target
 from fp8fn.ops.triton import views
 from fp8fn.ops.triton.launch import TritonLaunch
 from support.accuracy import differing
@@ -38,7 +38,7 @@ each_cuda_kernel = pytest.mark.parametrize("info", CUDA, ids=lambda info: info.n
 
 
 def target_of(info: KernelInfo) -> Target:
-    return {"sm90": SM90, "gfx950": GFX950}[info.targets[0]]
+    return {"sm90": SM90, "sm100": SM100, "gfx950": GFX950}[info.targets[0]]
 
 
 def parameters(info: KernelInfo, *values: Any) -> Any:

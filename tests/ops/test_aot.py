@@ -237,7 +237,7 @@ def test_aot_fills_the_cache_that_a_call_in_triton_reads(
     from triton.runtime.cache import get_cache_manager
 
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    argv = ["aot", "--arch", arch, "--shapes", "512,1024,256", "--recipe", recipe]
+    argv = ["aot", "--arch", arch, "--shapes", "512,1024,1280", "--recipe", recipe]
     assert cli.main(argv) == 0
     folders = {path.name for path in tmp_path.iterdir()}
     chip, target = aot.chip_and_target(arch)
@@ -262,8 +262,8 @@ def test_aot_fills_the_cache_that_a_call_in_triton_reads(
         return found
 
     setting = LayerSetting(parse_recipe(recipe), torch.bfloat16, target, chip)
-    assert read(list(launches_of(((512, 1024, 256),), setting))) == folders
-    assert read(_launches_of_calls((512, 1024, 256), recipe, target)) <= folders
+    assert read(list(launches_of(((512, 1024, 1280),), setting))) == folders
+    assert read(_launches_of_calls((512, 1024, 1280), recipe, target)) <= folders
     assert folders == {path.name for path in tmp_path.iterdir()}
 
 

@@ -184,6 +184,36 @@ def test_a_kept_product_by_tma_on_a_gpu(along_k: bool, hopper: targets.Target, m
     _assert_kept_by_tma("cuda", along_k, targets.SM100, monkeypatch)
 
 
+@pytest.mark.parametrize("target", [targets.SM100, targets.SM120], ids=lambda target: target.name)
+def test_a_kept_mx_product_has_descriptors_of_the_tensors_of_each_call(
+    target: targets.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sm100 of the scratch too, into which the first launch swizzles the scales."""
+    monkeypatch.setattr(targets, "target_of", lambda device: target)
+    plain = call_cache.allocated
+    monkeypatch.setattr(launch, "allocated", lambda made, device: [_poisoned(x) for x in plain(made, device)])
+    for seed in (1, 2, 3):
+        left = quantize_reference(random(96, 1280, seed=seed), (1, 32), None, "e8m0")
+        right = quantize_reference(random(1280, 136, seed=-seed), (32, 1), None, "e8m0")
+        args = *left, *right, None, torch.float32
+        found = ops_mx_mm.mx_mm_kernel(*args)
+        torch.testing.assert_close(found, ops_mx_mm.mx_mm_reference(*args), rtol=1e-3, atol=1e-2)
+    call = _only_call()
+    assert isinstance(call, TritonCall)
+    names = [step._launch.name for step in call.steps]
+    assert names == (["swizzle_scales"] if target is targets.SM100 else []) + ["mx_mm_tma"]
+
+
+def test_the_first_kept_call_compiles_for_the_bytes_of_e8m0() -> None:
+    """Later ones read an address alone, and give the tensor as it is."""
+    place = launch.Place("scale", 0, torch.uint8, 0, lambda x: x[None])  # type: ignore[arg-type, return-value]
+    scales = (torch.empty(4, dtype=torch.float8_e8m0fnu),)
+    typed, given = place.typed(scales), place.of(scales)
+    assert isinstance(typed, Tensor)
+    assert isinstance(given, Tensor)
+    assert (typed.dtype, given.dtype) == (torch.uint8, torch.float8_e8m0fnu)
+
+
 def test_a_kept_call_holds_no_tensor() -> None:
     x = random(150, 200)
     data, _ = quantize_kernel(x, (1, 128))

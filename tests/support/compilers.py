@@ -45,7 +45,7 @@ def instructions(cubin: bytes, folder: Path) -> list[tuple[int, str]]:
 
 # Shared memory a program may have, in bytes.
 SHARED = {
-    "sm89": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm120": 99 << 10,
+    "sm89": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm103": 227 << 10, "sm120": 99 << 10,
     "gfx942": 64 << 10, "gfx950": 160 << 10,
 }  # fmt: skip
 

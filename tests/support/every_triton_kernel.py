@@ -28,11 +28,13 @@ from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
 from fp8fn.ops.triton.mx_mm import plan_mx_mm
 from fp8fn.ops.triton.mx_mm_scaled import plan_mx_mm_scaled
+from fp8fn.ops.triton.mx_mm_tma import plan_mx_mm_tma
 from fp8fn.ops.triton.pull_rows import Places, Source, plan_pull_rows
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.quantize_dual import DUAL_BLOCKS, plan_quantize_dual
 from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
 from fp8fn.ops.triton.statistics import PROGRAMS, SUMS, Row, plan_statistics
+from fp8fn.ops.triton.swizzle_scales import SCRATCH, plan_swizzle
 from fp8fn.ops.triton.views import ceil_div
 from fp8fn.ops.tuning import mx
 from support import kernel_info
@@ -91,6 +93,35 @@ def _mx_mm(place: Place, target: Target) -> Forms:
         config = mx.MxConfig(16, 32, 64, 4, 2, SPLITS=splits)
         for form in _mx(plan_mx_mm, config, place, target):
             yield form._replace(name=f"{form.name} splits{splits}")
+
+
+def _swizzle_scales(place: Place, target: Target) -> Forms:
+    """Blocks of 128 lines by 4 scales along K; 10 blocks along K make a second program of few."""
+    for m, n, k in ((70, 130, 300), (256, 128, 1200)):
+        operands, (a_block, b_block, scale) = Operands(place), PAIRS["MX"]
+        a = operands.quantized("a", (m, k), a_block, column_major=False, scale=scale)
+        b = operands.quantized("b", (k, n), b_block, column_major=True, scale=scale)
+        out = torch.empty(m, n, dtype=BF16, device=place.device)
+        sizes = zip(SCRATCH.values(), (m, n), strict=True)
+        into = {
+            name: operands.output(name, (ceil_div(size, 128), ceil_div(k, 128), 2, 256), torch.uint8)
+            for name, size in sizes
+        }
+        launch = plan_swizzle(ScaledProduct(a=a, b=b, out=out, target=target), into)
+        operands.expected = partial(_in_blocks, {"a_swizzled": a.scale, "b_swizzled": b.scale.mT})
+        yield Form(f"K{k}", (launch,), operands)
+
+
+def _in_blocks(scales: dict[str, Tensor]) -> dict[str, Expected]:
+    """Byte `16 i + 4 j + l` of a block is the scale of its line `i + 32 j` at place `l` along K."""
+    found = {}
+    for name, scale in scales.items():
+        lines, depth = (ceil_div(size, of) for size, of in zip(scale.shape, (128, 4), strict=True))
+        whole = torch.zeros(128 * lines, 4 * depth, dtype=torch.uint8)
+        whole[: scale.shape[0], : scale.shape[1]] = scale.view(torch.uint8)
+        blocks = whole.view(lines, 4, 32, depth, 4).permute(0, 3, 2, 1, 4)
+        found[name] = Expected(blocks.reshape(lines, depth, 2, 256))
+    return found
 
 
 def _mm_a16w8(place: Place, target: Target) -> Forms:
@@ -388,6 +419,14 @@ TRITON: Final = (
     KernelInfo(
         "mx_mm_scaled.py", partial(_mx, plan_mx_mm_scaled, mx.MxConfig(32, 32, 64, 4, 2, GROUP=2)), 1e-5, 2.0**-12,
         emulated=("K300", "K256"), nan=_NAN, far=_FAR, targets=("gfx950", "sm100"),
+    ),
+    KernelInfo(
+        "mx_mm_tma.py", partial(_mx, plan_mx_mm_tma, mx.MxConfig(128, 128, 128, 8, 3, GROUP=2)), 1e-5, 2.0**-12,
+        emulated=("K300", "K256"), nan=_NAN, targets=("sm100",),
+    ),
+    KernelInfo(
+        "swizzle_scales.py", _swizzle_scales, emulated=("K300", "K1200"),
+        far=(("a_scale", -2), ("b_scale", -1)), targets=("sm100",),
     ),
     KernelInfo(
         "moe_gemm.py", _moe_gemm, 1e-5, 2.0**-10, emulated=("mx", "blockwise"),
