@@ -13,6 +13,7 @@ from torch.fx import Node
 from fp8fn.lowering.costs import size_of
 from fp8fn.ops import gemm, grouped_gemm, scaled_grouped_mm
 from fp8fn.ops.formats import short_name
+from fp8fn.ops.launch import described
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import Chip, Target, native_e4m3
@@ -109,4 +110,4 @@ def kernel_name(
     product = ScaledProduct(a=left, b=right, offsets=offsets, out=out, target=target, chip=chip)
     if (reason := scaled_grouped_mm.SCALED_GROUPED_MM.unserved(product)) is not None:
         return f"reference (plain PyTorch; {reason})"
-    return scaled_grouped_mm.SCALED_GROUPED_MM.plan(product)[0].describe()
+    return described(scaled_grouped_mm.SCALED_GROUPED_MM.plan(product))

@@ -302,6 +302,24 @@ def _plan_triton(product: ScaledProduct, config: GemmConfig | None) -> tuple[Lau
     return plan_scaled_grouped_mm(product, config)
 
 
+def _by_tma(product: ScaledProduct) -> str | None:
+    from fp8fn.ops.triton import grouped_rows_tma
+
+    return grouped_rows_tma.accepts(product)
+
+
+def _untuned_by_tma(product: ScaledProduct) -> str | None:
+    from fp8fn.ops.triton import grouped_rows_tma
+
+    return grouped_rows_tma.untuned(product)
+
+
+def _plan_tma(product: ScaledProduct, config: GemmConfig | None) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton import grouped_rows_tma
+
+    return grouped_rows_tma.plan_grouped_rows_tma(product, config)
+
+
 def _named(product: ScaledProduct) -> Named | None:
     """The verdict of the tables of a GPU; other devices have no tables, and no table has products with counts."""
     if product.counts is not None or (product.chip is None and product.a.data.device.type != "cuda"):
@@ -317,6 +335,7 @@ SCALED_GROUPED_MM: Final = Dispatch(
     operands=_operands,
     kernels=(
         Kernel("cuda", by_cuda, configure_cuda, cuda.plan, source="the model"),
+        Kernel("triton_tma", _by_tma, no_config, _plan_tma, _untuned_by_tma),
         Kernel("triton", takes_all, no_config, _plan_triton),
     ),
     reference=_reference,

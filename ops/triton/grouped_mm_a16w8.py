@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.triton.group_tiles import borders, group_at, places_of
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mm_a16w8 import A16W8Config, choose_config, store_tile, weight_tile, with_bias
 from fp8fn.ops.triton.scale import storage
-from fp8fn.ops.triton.scaled_grouped_mm import borders, group_at, places_of
 from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import ceil_div, is_wide
 

@@ -14,13 +14,7 @@ from fp8fn.ops.cuda.gemm.operands import as_batch
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm_scaled import FORMATS
-from fp8fn.ops.triton.swizzle_scales import (
-    SCRATCH,
-    lines_descriptor,
-    plan_swizzle,
-    swizzled_descriptor,
-    tma_scales,
-)
+from fp8fn.ops.triton.swizzle_scales import SCRATCH, plan_swizzle, stored_boxes, swizzled_boxes, tma_scales
 from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import ceil_div, is_wide
 from fp8fn.ops.tuning.mx import MxConfig
@@ -64,15 +58,8 @@ def plan_mx_mm_tma(product: ScaledProduct, config: MxConfig) -> tuple[TritonLaun
     """The launches of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`; K is contiguous in both, and is not 0."""
     a, b, out, target = product.a, product.b, product.out, product.target
     m, n, k = product.m, product.n, product.k
-    before = (plan_swizzle(product),) if copies_scales(target) else ()
-    boxes = {"a_scale": (a.scale, config.BM), "b_scale": (b.scale.mT, config.BN)}
-    if before:
-        scales = {
-            name: swizzled_descriptor(before[0].args[SCRATCH[name]], lines, config.BK)
-            for name, (_, lines) in boxes.items()
-        }
-    else:
-        scales = {name: lines_descriptor(scale, lines, config.BK) for name, (scale, lines) in boxes.items()}
+    before, lines = (plan_swizzle(product),) if copies_scales(target) else (), (config.BM, config.BN)
+    scales = swizzled_boxes(before[0], lines, config.BK) if before else stored_boxes(product, lines, config.BK)
     multiply = TritonLaunch(
         kernel=mx_mm_tma,
         grid=(ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),

@@ -21,6 +21,16 @@ from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.mx_mm import has_lines, is_mx
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.triton.gemm_config import GemmConfig
+from fp8fn.ops.triton.group_tiles import (
+    borders,
+    in_product,
+    places,
+    places_of,
+    promoted,
+    store_rows,
+    tile_rows,
+    with_whole_scales,
+)
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm_scaled import FORMATS
 from fp8fn.ops.triton.scale import storage
@@ -49,12 +59,9 @@ def grouped_rows_mm(
     `E` matrices of `M` rows has its first ones in the product, and `offsets` are their counts. `ZEROS`: the tiles of
     the other rows are written.
     """
+    place, tile_n = grouped_tile(tl.program_id(0), places(M, E, BM, MASKED), tl.cdiv(N, BN), GROUP)
+    group, start_m, end = tile_rows(offsets, place, M, E, BM, GROUPS, MASKED)
     if MASKED:
-        tiles_m = tl.cdiv(M, BM)
-        place, tile_n = grouped_tile(tl.program_id(0), tiles_m * E, tl.cdiv(N, BN), GROUP)
-        group = place // tiles_m
-        start_m = place % tiles_m * BM
-        end = tl.minimum(tl.maximum(tl.load(offsets + group), 0), M)
         stop = M
         a += group.to(tl.int64) * a_e
         a_scale += group.to(tl.int64) * as_e
@@ -62,10 +69,6 @@ def grouped_rows_mm(
         if not ZEROS and start_m >= end:
             return
     else:
-        place, tile_n = grouped_tile(tl.program_id(0), M // BM + E + 1, tl.cdiv(N, BN), GROUP)
-        group, first = group_at(offsets, place, M, E, BM, GROUPS)
-        start, end = borders(offsets, group, M, E)
-        start_m = start + (place - first) * BM
         stop = end
         if start_m >= end:
             return
@@ -80,8 +83,6 @@ def grouped_rows_mm(
     a_pointers = a + offset_m[:, None] * a_m + offset_k[None, :] * a_k
     b_pointers = b + expert * b_e + offset_k[:, None] * b_k + offset_n[None, :] * b_n
     b_scale += expert * bs_e
-    A_VECTOR: tl.constexpr = A_M != -1
-    B_VECTOR: tl.constexpr = B_N != -1 and B_N % BN != 0
 
     acc = tl.zeros((BM, BN), tl.float32)
     multiplied = start_m < end if MASKED else group < E
@@ -96,40 +97,27 @@ def grouped_rows_mm(
             b_tile = tl.load(b_pointers, mask=offset_n[None, :] < N, other=0.0)
         else:
             b_tile = tl.load(b_pointers, mask=(offset_k[:, None] < K - k * BK) & (offset_n[None, :] < N), other=0.0)
-        if A_FORMAT is None:
-            product = tl.dot(a_tile, b_tile)
         if A_FORMAT is not None:
             a_stored = mx_scales(a_scale, offset_m, end, k * BK, K, as_m, as_k, BK)
             b_stored = mx_scales(b_scale, offset_n, N, k * BK, K, bs_n, bs_k, BK)
             acc = tl.dot_scaled(a_tile, a_stored, A_FORMAT, b_tile, b_stored, B_FORMAT, acc)
-        elif A_K == -1 and B_K == -1:
-            acc += product
-        elif A_K == -1:
-            b_value = tile_scales(b_scale + k * BK // B_K * bs_k, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
-            acc += scaled(product, 1.0, b_value, False, B_VECTOR)
-        elif B_K == -1:
-            a_value = tile_scales(a_scale + k * BK // A_K * as_k, start_m, offset_m, end, as_m, A_M, BM, False)
-            acc += scaled(product, a_value, 1.0, A_VECTOR, False)
         else:
-            a_value = tile_scales(a_scale + k * BK // A_K * as_k, start_m, offset_m, end, as_m, A_M, BM, False)
-            b_value = tile_scales(b_scale + k * BK // B_K * bs_k, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
-            acc += scaled(product, a_value, b_value, A_VECTOR, B_VECTOR)
+            product = tl.dot(a_tile, b_tile)
+            acc += promoted(
+                product, a_scale, b_scale, k * BK, start_m, offset_m, end, as_m, as_k, tile_n * BN, offset_n, N, bs_k,
+                bs_n, A_M, A_K, B_K, B_N, BM, BN, EVEN_N,
+            )  # fmt: skip
         a_pointers += BK * a_k
         b_pointers += BK * b_k
 
-    if A_K == -1:
-        a_value = tile_scales(a_scale, start_m, offset_m, end, as_m, A_M, BM, False)
-        acc = scaled(acc, a_value, 1.0, A_VECTOR, False)
-    if B_K == -1:
-        b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
-        acc = scaled(acc, 1.0, b_value, False, B_VECTOR)
+    acc = with_whole_scales(
+        acc, a_scale, b_scale, start_m, offset_m, end, as_m, tile_n * BN, offset_n, N, bs_n, A_M, A_K, B_K, B_N, BM, BN,
+        EVEN_N,
+    )  # fmt: skip
     if bias is not None:
         acc += tl.load(bias + expert * bias_e + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
-    if MASKED:
-        acc = tl.where(offset_m[:, None] < end, acc, 0.0)
-    else:
-        acc = tl.where(group < E, acc, 0.0)  # the scale of a token past the last group may be NaN
-    _store(out, acc, offset_m, tile_n * BN, stop, N, out_m, BM, BN, HALVES)
+    acc = tl.where(in_product(group, offset_m, end, E, MASKED), acc, 0.0)
+    store_rows(out, acc, offset_m, tile_n * BN, stop, N, out_m, BM, BN, HALVES)
 
 
 @triton.jit
@@ -215,7 +203,7 @@ def grouped_k_mm(
     if bias is not None:
         row = bias + group.to(tl.int64) * bias_e
         acc += tl.load(row + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
-    _store(out + group.to(tl.int64) * out_e, acc, offset_m, tile_n * BN, M, N, out_m, BM, BN, HALVES)
+    store_rows(out + group.to(tl.int64) * out_e, acc, offset_m, tile_n * BN, M, N, out_m, BM, BN, HALVES)
 
 
 @triton.jit
@@ -227,45 +215,10 @@ def mx_scales(scales, lines, end, first, K, step, step_k, BK: tl.constexpr):
 
 
 @triton.jit
-def group_at(offsets, place, M, E, BM: tl.constexpr, GROUPS: tl.constexpr):
-    """The group that takes a place, and its first one: the last group that begins at or before it."""
-    index = tl.arange(0, GROUPS)
-    starts = tl.load(offsets + index - 1, mask=(index > 0) & (index <= E), other=0)
-    first = tl.minimum(tl.maximum(starts, 0), M) // BM + index
-    begun = (first <= place) & (index <= E)
-    group = tl.sum(begun.to(tl.int32), 0) - 1
-    return group, tl.sum(tl.where(index == group, first, 0), 0)
-
-
-@triton.jit
-def borders(offsets, group, M, E):
-    """A group's first token and the one behind its last, within the `M` there are; group `E` is what is left."""
-    start = tl.load(offsets + group - 1, mask=group > 0, other=0)
-    end = tl.load(offsets + group, mask=group < E, other=M)
-    return tl.minimum(tl.maximum(start, 0), M), tl.minimum(tl.maximum(end, 0), M)
-
-
-@triton.jit
 def _selected(tile, inside):
     """The elements of an FP8 tile that are inside, and zeros."""
     kept = tl.where(inside, tile.to(tl.uint8, bitcast=True), 0)
     return kept.to(tl.uint8).to(tile.dtype, bitcast=True)
-
-
-@triton.jit
-def _store(out, acc, offset_m, start_n, end, N, out_m, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
-    """Rows before `end`; in halves where that makes 16-byte stores of 8-byte ones (ops/triton/scaled_mm.py)."""
-    result = acc.to(out.dtype.element_ty)
-    rows = out + offset_m[:, None] * out_m
-    if HALVES:
-        left, right = tl.split(tl.permute(tl.reshape(result, (BM, 2, BN // 2)), (0, 2, 1)))
-        half_n = start_n + tl.arange(0, BN // 2)
-        other_n = half_n + BN // 2
-        tl.store(rows + half_n[None, :], left, mask=(offset_m[:, None] < end) & (half_n[None, :] < N))
-        tl.store(rows + other_n[None, :], right, mask=(offset_m[:, None] < end) & (other_n[None, :] < N))
-    else:
-        offset_n = start_n + tl.arange(0, BN)
-        tl.store(rows + offset_n[None, :], result, mask=(offset_m[:, None] < end) & (offset_n[None, :] < N))
 
 
 def plan_scaled_grouped_mm(product: ScaledProduct, config: GemmConfig | None = None) -> tuple[TritonLaunch]:
@@ -404,8 +357,3 @@ def _k_config(product: ScaledProduct) -> GemmConfig:
         # The masks of a partial tile take registers: 2 spill with 4 warps.
         return replace(config, num_warps=8)
     return config
-
-
-def places_of(groups: int) -> int:
-    """The least power of two above `groups`: a place for each, and one for what is left."""
-    return 1 << groups.bit_length()

@@ -1,4 +1,4 @@
-"""Scales of MX in the order in which sm100 copies them to tensor memory, and the loads of both orders by TMA.
+"""Scales of MX in the order in which sm100 copies them to tensor memory, and their loads by TMA.
 
 `tcgen05.cp` takes scales from shared memory in blocks of 128 lines by 4 scales along K: 32 rows of 16 bytes, row `i`
 with the scales of lines `i`, `i + 32`, `i + 64` and `i + 96`. Triton 3.6 and 3.7 copy scales in this order by
@@ -11,7 +11,7 @@ global memory that nothing hides, four stores to shared memory, two `ldmatrix` a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8fn.ops.cuda.gemm.operands import as_batch
 from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.triton.group_tiles import places, places_of, tile_rows
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.views import ceil_div, is_wide
@@ -38,17 +39,31 @@ _DEEP: Final = 8
 
 @triton.jit
 def swizzle_scales(
-    a_scale, b_scale, a_swizzled, b_swizzled, M, N, K, as_m, as_k, bs_n, bs_k, blocks_k,
-    DEEP: tl.constexpr, WIDE: tl.constexpr,
+    a_scale, b_scale, a_swizzled, b_swizzled, offsets, M, N, K, E, as_e, as_m, as_k, bs_e, bs_n, bs_k, blocks_k,
+    DEEP: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`DEEP` blocks along K of 128 lines of a, or past those of b."""
+    """`DEEP` blocks along K of 128 lines of a, or past those of b.
+
+    With `offsets`, lines of a are the rows of one tile of one group, as of `grouped_rows_mm`, and b has `E` matrices.
+    """
     block = tl.program_id(0)
     blocks_m = tl.cdiv(M, 128)
+    if offsets is not None:
+        blocks_m = places(M, E, 128, MASKED)
     if block < blocks_m:
-        _swizzle(a_scale, a_swizzled, block, block * 128, M, K, as_m, as_k, blocks_k, DEEP, WIDE)
+        start = block * 128
+        end = M
+        if offsets is not None:
+            group, start, end = tile_rows(offsets, block, M, E, 128, GROUPS, MASKED)
+            if MASKED:
+                a_scale += group.to(tl.int64) * as_e
+        _swizzle(a_scale, a_swizzled, block, start, end, K, as_m, as_k, blocks_k, DEEP, WIDE)
     else:
         block -= blocks_m
-        _swizzle(b_scale, b_swizzled, block, block * 128, N, K, bs_n, bs_k, blocks_k, DEEP, WIDE)
+        blocks_n = tl.cdiv(N, 128)
+        b_scale += (block // blocks_n).to(tl.int64) * bs_e
+        start = block % blocks_n * 128
+        _swizzle(b_scale, b_swizzled, block, start, N, K, bs_n, bs_k, blocks_k, DEEP, WIDE)
 
 
 @triton.jit
@@ -82,36 +97,54 @@ def tma_scales(scales, block, start, k, LINES: tl.constexpr, BK: tl.constexpr, S
 
 
 def plan_swizzle(product: ScaledProduct, into: Mapping[str, Tensor] | None = None) -> TritonLaunch:
-    """The launch that swizzles the scales of a product of two matrices, by default into memory of its own."""
-    m, n, k = product.m, product.n, product.k
+    """The launch that swizzles the scales of a product, by default into memory of its own.
+
+    The product is one of two matrices, or of groups of rows in tiles of 128.
+    """
+    m, n, k, masked = product.m, product.n, product.k, product.counts is not None
+    offsets = product.counts if masked else product.offsets
+    groups = 1 if offsets is None else offsets.shape[0]
     a_scale, b_scale = storage(product.a.scale), storage(product.b.scale)
-    blocks_k = ceil_div(k, DEPTH)
-    shapes = ((ceil_div(size, LINES), blocks_k, 2, _BYTES // 2) for size in (m, n))
+    blocks_m = ceil_div(m, LINES) * groups if masked or offsets is None else m // LINES + groups + 1
+    blocks_n, blocks_k = ceil_div(n, LINES) * groups, ceil_div(k, DEPTH)
     swizzled = into or {
-        name: torch.empty(shape, dtype=torch.uint8, device=product.out.device)
-        for name, shape in zip(SCRATCH.values(), shapes, strict=True)
+        name: torch.empty((blocks, blocks_k, 2, _BYTES // 2), dtype=torch.uint8, device=product.out.device)
+        for name, blocks in zip(SCRATCH.values(), (blocks_m, blocks_n), strict=True)
     }
     return TritonLaunch(
         kernel=swizzle_scales,
-        grid=(ceil_div(m, LINES) + ceil_div(n, LINES), ceil_div(blocks_k, _DEEP), 1),
+        grid=(blocks_m + blocks_n, ceil_div(blocks_k, _DEEP), 1),
         args={
-            "a_scale": a_scale, "b_scale": b_scale, **swizzled, "M": m, "N": n, "K": k,
-            "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
+            "a_scale": a_scale, "b_scale": b_scale, **swizzled, "offsets": offsets,
+            "M": m, "N": n, "K": k, "E": groups,
+            "as_e": a_scale.stride(0) if masked else 0, "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
+            "bs_e": b_scale.stride(0) if offsets is not None else 0,
             "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2), "blocks_k": blocks_k,
         },
-        constexprs={"DEEP": _DEEP, "WIDE": is_wide(a_scale, b_scale, *swizzled.values())},
+        constexprs={
+            "DEEP": _DEEP, "GROUPS": places_of(groups), "MASKED": masked,
+            "WIDE": is_wide(a_scale, b_scale, *swizzled.values()),
+        },
         options={"num_warps": 4},
         target=product.target,
         prepares=True,
         scratch=tuple(swizzled),
+        binds={"offsets": "counts"} if masked else {},
     )  # fmt: skip
 
 
-def swizzled_descriptor(swizzled: Any, lines: int, depth: int) -> TensorDescriptor:
-    """Boxes of the blocks of a tile of `lines` by `depth` elements."""
-    return TensorDescriptor.from_tensor(swizzled, [lines // LINES, depth // DEPTH, 2, _BYTES // 2])
+def swizzled_boxes(swizzle: TritonLaunch, lines: tuple[int, int], depth: int) -> dict[str, TensorDescriptor]:
+    """Boxes of what a launch swizzles, for tiles of `lines` of a and of b by `depth` elements."""
+    return {
+        name: TensorDescriptor.from_tensor(swizzle.args[swizzled], [count // LINES, depth // DEPTH, 2, _BYTES // 2])
+        for (name, swizzled), count in zip(SCRATCH.items(), lines, strict=True)
+    }
 
 
-def lines_descriptor(scale: Tensor, lines: int, depth: int) -> TensorDescriptor:
-    """Boxes of the scales `(lines, K / 32)` of a tile as the quantizers store them, contiguous along the lines."""
-    return TensorDescriptor.from_tensor(as_batch(storage(scale).mT)[0], [depth // 32, lines])
+def stored_boxes(product: ScaledProduct, lines: tuple[int, int], depth: int) -> dict[str, TensorDescriptor]:
+    """Boxes of the scales of two matrices as the quantizers store them, contiguous along the lines."""
+    scales = storage(product.a.scale).mT, storage(product.b.scale)
+    return {
+        name: TensorDescriptor.from_tensor(as_batch(scale)[0], [depth // 32, count])
+        for name, scale, count in zip(SCRATCH, scales, lines, strict=True)
+    }

@@ -145,9 +145,14 @@ def _cuda_space(problem: GroupsProblem) -> Iterator[tuple[str, ScaledMmConfig, s
 
 
 def _triton_space(problem: GroupsProblem) -> Iterator[tuple[str, GemmConfig, str | None]]:
+    from fp8fn.ops.triton import grouped_rows_tma
     from fp8fn.ops.triton.scaled_grouped_mm import configured
 
-    own = configured(problem.product())
+    product = problem.product()
+    if grouped_rows_tma.accepts(product) is None:
+        for config in grouped_rows_tma.candidates(product):
+            yield "triton_tma", config, None
+    own = configured(product)
     yield "triton", own, None
     for config, band in combinations(_triton_tiles(problem.target), _TRITON_BANDS):
         config = replace(config, GROUP=band)

@@ -131,9 +131,14 @@ def untuned_tma(problem: Problem) -> str | None:
     """Why the launch that swizzles the scales is not known to pay for itself, or None."""
     if not copies_scales(problem.target):
         return None
-    config, cores = configure_tma(problem), problem.target.cores
+    config = configure_tma(problem)
     tiles = -(-problem.m // config.BM) * -(-problem.n // config.BN)
-    steps = -(-problem.k // config.BK) * -(-tiles // cores)
+    return few_steps(-(-problem.k // config.BK), tiles, problem.target)
+
+
+def few_steps(steps: int, tiles: int, target: Target) -> str | None:
+    """Why `tiles` of `steps` K tiles each don't pay for a launch that swizzles the scales, or None."""
+    steps *= -(-tiles // target.cores)
     if steps >= _LEAST_TILES:
         return None
     return f"{steps} K tiles a multiprocessor are too few for a launch that swizzles the scales"

@@ -22,7 +22,7 @@ from fp8fn.ops.reference.statistics import statistics
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.statistics import WIDTH, Column, Watched
 from fp8fn.ops.targets import Target
-from fp8fn.ops.triton import grouped_mm_a16w8, mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
+from fp8fn.ops.triton import grouped_mm_a16w8, grouped_rows_tma, mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
 from fp8fn.ops.triton.amax import plan_amax
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
@@ -168,10 +168,12 @@ SIZES, REST = (0, 1, 40, 33, 129), 5
 GROUPED: Final = ("forward", "rowwise", "MX")
 
 
-def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
+def _rows_of_groups(
+    plan: Callable[..., Any], config: GemmConfig, kinds: tuple[str, ...], place: Place, target: Target
+) -> Forms:
+    """Contiguous groups of rows, and the first rows of each expert's matrix."""
     offsets_, tokens, experts = ends(SIZES), sum(SIZES) + REST, len(SIZES)
-    config = GemmConfig(32, 64, 4, 2, GROUP=2)
-    for kind in GROUPED:
+    for kind in kinds:
         (a_block, b_block, scale), operands = PAIRS[kind], Operands(place)
         offsets = operands.input("offsets", (experts,), torch.int32, values=offsets_)
         a = operands.quantized("a", (tokens, K), a_block, column_major=False, scale=scale)
@@ -179,9 +181,9 @@ def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
         bias, out = operands.input("bias", (experts, N), BF16), operands.output("out", (tokens, N), FP32)
         given = ScaledProduct(a=a, b=b, bias=bias, offsets=offsets, out=out, target=target)
         operands.expected = partial(kernel_info.grouped_product, given)
-        yield Form(f"rows {kind}", scaled_grouped_mm.plan_scaled_grouped_mm(given, config), operands)
+        yield Form(f"rows {kind}", plan(given, config), operands)
     room = max(SIZES) + REST
-    for kind, zeros in zip(GROUPED, (True, False, True), strict=True):
+    for kind, zeros in zip(kinds, (True, False, True), strict=True):
         (a_block, b_block, scale), operands = PAIRS[kind], Operands(place)
         counts = operands.input("counts", (experts,), torch.int32, values=torch.tensor(SIZES, dtype=torch.int32))
         a = operands.quantized("a", (experts, room, K), a_block, column_major=False, scale=scale)
@@ -189,7 +191,13 @@ def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
         bias, out = operands.input("bias", (experts, N), BF16), operands.output("out", (experts, room, N), FP32)
         given = ScaledProduct(a=a, b=b, bias=bias, counts=counts, zeros=zeros, out=out, target=target)
         operands.expected = partial(kernel_info.counted_product, given, config.BM)
-        yield Form(f"counts {kind}", scaled_grouped_mm.plan_scaled_grouped_mm(given, config), operands)
+        yield Form(f"counts {kind}", plan(given, config), operands)
+
+
+def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
+    offsets_, tokens, experts = ends(SIZES), sum(SIZES) + REST, len(SIZES)
+    config = GemmConfig(32, 64, 4, 2, GROUP=2)
+    yield from _rows_of_groups(scaled_grouped_mm.plan_scaled_grouped_mm, config, GROUPED, place, target)
     for block in GROUPED_BLOCKS:
         operands = Operands(place)
         offsets = operands.input("offsets", (experts,), torch.int32, values=offsets_)
@@ -407,6 +415,12 @@ TRITON: Final = (
     KernelInfo("scaled_mm.py", _scaled_mm, 1e-5, 2.0**-10, emulated=tuple(PAIRS), nan=_NAN, far=_FAR),
     KernelInfo("scaled_mm_tma.py", _scaled_mm_tma, 1e-5, 2.0**-10, emulated=_SCALED, nan=_NAN),
     KernelInfo("scaled_grouped_mm.py", _scaled_grouped_mm, 1e-5, 2.0**-10, emulated=_TOKENS, nan=_NAN),
+    KernelInfo(
+        "grouped_rows_tma.py",
+        partial(_rows_of_groups, grouped_rows_tma.plan_grouped_rows_tma, GemmConfig(128, 128, 8, 3, GROUP=2), GROUPED),
+        1e-5, 2.0**-10, emulated=tuple(f"{groups} {kind}" for groups in ("rows", "counts") for kind in GROUPED),
+        nan=_NAN, targets=("sm100",),
+    ),
     KernelInfo(
         "mm_a16w8.py", _mm_a16w8, 1e-5, 1e-5, emulated=tuple(str(block) for block in BLOCKS),
         nan=("x", "w", "w_scale", "bias"), far=(("x", -2), ("w", -1)),
