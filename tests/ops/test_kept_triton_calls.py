@@ -204,6 +204,27 @@ def test_a_kept_mx_product_has_descriptors_of_the_tensors_of_each_call(
     assert names == (["swizzle_scales"] if target is targets.SM100 else []) + ["mx_mm_tma"]
 
 
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("mx", [False, True])
+def test_a_kept_product_of_groups_by_tma_has_descriptors_of_the_tensors_of_each_call(
+    mx: bool, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "target_of", lambda device: targets.SM100)
+    a_block, b_block, scale = ((1, 32), (32, 1), "e8m0") if mx else ((1, 128), (128, 128), "fp32")
+    for seed, rows in ((1, (70, 130)), (2, (3, 150)), (3, (0, 11))):
+        x = random(2, 160, 1280, seed=seed) if counts else random(200, 1280, seed=seed)
+        a = quantize_reference(x, a_block, None, scale)
+        b = quantize_reference(random(2, 136, 1280, seed=-seed).mT, b_block, None, scale)
+        ends = torch.tensor(rows, dtype=torch.int32)
+        where = (None, ends) if counts else (ends, None)
+        args = *a, a_block, *b, b_block, where[0], None, torch.float32, where[1], True, 100 if counts else None
+        kernel, reference = REFERENCES["scaled_grouped_mm"]
+        torch.testing.assert_close(kernel(*args), reference(*args), rtol=1e-3, atol=1e-2)
+    call = _only_call()
+    assert isinstance(call, TritonCall)
+    assert [step._launch.name for step in call.steps] == ["swizzle_scales"] * mx + ["grouped_rows_tma"]
+
+
 def test_the_first_kept_call_compiles_for_the_bytes_of_e8m0() -> None:
     """Later ones read an address alone, and give the tensor as it is."""
     place = launch.Place("scale", 0, torch.uint8, 0, lambda x: x[None])  # type: ignore[arg-type, return-value]
