@@ -25,7 +25,7 @@ from fp8fn.ops.triton.scaled_mm_tma import accepts as tma_accepts
 from fp8fn.ops.triton.scaled_mm_tma import candidates, plan_scaled_mm_tma
 from fp8fn.ops.tuning.amd import CANDIDATES, config_of
 from fp8fn.ops.tuning.amd_model import PROCESSORS, waves_per_simd
-from support.compilers import SHARED, assert_no_spills, instructions
+from support.compilers import SHARED, assert_no_spills, instructions, skip_frames_of_calls
 from support.products import Parts
 from support.quantizers import plan_quantize, plan_quantize_dual
 
@@ -119,6 +119,7 @@ BY_TMA = (SM90, SM100, SM120)
 @pytest.mark.parametrize("kind", ["forward", "wgrad", "rowwise"])
 @pytest.mark.parametrize("target", BY_TMA, ids=lambda target: target.name)
 def test_no_tma_candidate_spills_and_as_many_fit_as_it_says(target: Target, kind: str) -> None:
+    skip_frames_of_calls(target)
     for config in candidates(target, vectors=kind == "wgrad"):
         used = product(target, kind, planner=plan_scaled_mm_tma, config=config).resources()
         assert_no_spills(used, target)
@@ -132,6 +133,7 @@ def test_no_tma_candidate_spills_and_as_many_fit_as_it_says(target: Target, kind
 @pytest.mark.parametrize("target", [SM100, SM120], ids=lambda target: target.name)
 def test_no_default_by_tma_spills(target: Target, kind: str, out: torch.dtype) -> None:
     """At full tiles, and at partial ones along M, N and both, whose masks take registers."""
+    skip_frames_of_calls(target)
     for m, n, k in ((4096, 4096, 4096), (4096, 4093, 4096), (4095, 4096, 4001), (4095, 4093, 4096), (67, 33, 31)):
         made = lines(product_of(target, kind, m, n, k, out))
         if tma_accepts(made) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +49,12 @@ SHARED = {
     "sm89": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm103": 227 << 10, "sm120": 99 << 10,
     "gfx942": 64 << 10, "gfx950": 160 << 10,
 }  # fmt: skip
+
+
+def skip_frames_of_calls(target: Target) -> None:
+    """Skips a test of spills of kernels with TMA where Triton's older compiler puts a call's argument on the stack."""
+    if target.arch == 120 and tuple(int(part) for part in version("triton").split(".")[:2]) < (3, 7):
+        pytest.skip("Triton 3.6 gives kernels with TMA on sm120 a frame of 8 bytes, for a call in a branch")
 
 
 def assert_no_spills(used: Resources, target: Target) -> None:

@@ -23,7 +23,7 @@ from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm_tma import plan_mx_mm_tma
 from fp8fn.ops.tuning.mx import MxConfig
 from fp8fn.ops.tuning.mx_triton import accepts_tma, candidates_tma, configure_tma
-from support.compilers import assert_no_spills, instructions
+from support.compilers import assert_no_spills, instructions, skip_frames_of_calls
 from support.operands.mx import assert_near, on, operands
 from support.products import mx_product, scaled_product
 
@@ -168,6 +168,7 @@ def planned(
 @pytest.mark.parametrize("target", [SM100, SM103, SM120], ids=lambda target: target.name)
 def test_no_candidate_spills(target: Target) -> None:
     """At full tiles, and at partial ones, whose masks take registers."""
+    skip_frames_of_calls(target)
     for m, n, k in ((4096, 4096, 4096), (4095, 4093, 4001)):
         for config in candidates_tma(target):
             for launch in planned(target, m, n, k, config=config):
@@ -177,6 +178,7 @@ def test_no_candidate_spills(target: Target) -> None:
 @pytest.mark.parametrize("out", [BF16, FP32], ids=str)
 @each_target
 def test_no_default_spills(target: Target, out: torch.dtype) -> None:
+    skip_frames_of_calls(target)
     for m, n, k in ((4096, 4096, 4096), (4096, 4093, 4096), (67, 33, 31)):
         for launch in planned(target, m, n, k, out=out, bias=True, dtypes=(E5M2, E4M3)):
             assert_no_spills(launch.resources(), target)

@@ -27,7 +27,7 @@ from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
 from fp8fn.ops.tuning import grouped_mm_table
 from fp8fn.ops.tuning.grouped_mm_table import GroupsProblem
 from fp8fn.ops.tuning.measured import candidate_name
-from support.compilers import assert_no_spills, instructions
+from support.compilers import assert_no_spills, instructions, skip_frames_of_calls
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -252,6 +252,7 @@ def test_what_it_takes() -> None:
 @each_target
 def test_no_default_spills(target: Target, pair: Pair) -> None:
     """At full tiles, and at partial ones, whose masks take registers."""
+    skip_frames_of_calls(target)
     for along_n in (False, True) if target is SM100 and pair != MX else (False,):
         for product in (
             planned(target, pair, along_n=along_n),
@@ -265,6 +266,7 @@ def test_no_default_spills(target: Target, pair: Pair) -> None:
 @pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3], MX], ids=str)
 @each_target
 def test_no_candidate_spills(target: Target, pair: Pair) -> None:
+    skip_frames_of_calls(target)
     for along_n in (False, True) if target is SM100 and pair == PAIRS[0] else (False,):
         product = planned(target, pair, along_n=along_n)
         for config in candidates(product):
