@@ -106,10 +106,10 @@ def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor, constant: 
     largest = max(*map(span, (a, b, *scales)), 4 * batch * m * n)
     k_lines = has_lines(a) and has_lines(b.mT)
     words = all(mx_tiles.has_words(lines) for lines in (scales[0], scales[1].mT)) if scales else True
-    in_boxes = words and map_fault(a) is None and map_fault(b.mT) is None
+    in_boxes = map_fault(a) is None and map_fault(b.mT) is None
     scales_in_boxes = not scales or (map_fault(scales[0].mT) is None and map_fault(scales[1]) is None)
     return mx.Problem(
-        m, n, k, target, batch, a.dtype, b.dtype, largest, k_lines, in_boxes, scales_in_boxes, constant
+        m, n, k, target, batch, a.dtype, b.dtype, largest, k_lines, in_boxes, words, scales_in_boxes, constant
     )  # fmt: skip
 
 

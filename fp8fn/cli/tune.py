@@ -34,6 +34,7 @@ from fp8fn.ops.tuning.device import DeviceBench
 from fp8fn.ops.tuning.model import config_name, microseconds, ranked
 from fp8fn.ops.tuning.op_sweep import OpBench
 from fp8fn.ops.tuning.problem import PRODUCTS, Problem, linear_problems
+from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.ops.tuning.sweep import Bench, Clock, shortlist, tune
 from fp8fn.ops.tuning.table import Entry
 from fp8fn.timing import clock_of
@@ -227,7 +228,8 @@ def _chip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Chip:
     """The chip of `--device`, or of `--arch` for a dry run."""
     named = named_target(args.arch) if args.arch else None
     if named is not None and args.dry_run:
-        return Chip(args.arch, named[1].cores)
+        product, target = named
+        return NAMED[product] if product in NAMED and product != target.name else Chip(args.arch, target.cores)
     device = _present(parser, args.device)
     chip, target = chip_of(device, targets.target_of(device)), targets.target_of(device)
     if args.arch and target.name != targets.target_of_chip(Chip(args.arch, 0)).name:

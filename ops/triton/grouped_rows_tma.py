@@ -50,7 +50,7 @@ def grouped_rows_tma(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     A_M: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, B_TURNED: tl.constexpr,
-    EVEN_N: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr, MASKED: tl.constexpr, ZEROS: tl.constexpr,
+    EVEN_N: tl.constexpr, HALVES: tl.constexpr, MASKED: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """One tile, as of `grouped_rows_mm`; `a (E or 1, M, K)` and `b (E, N, K)`, with `B_TURNED` `(E, K, N)`, are boxes.
 
@@ -74,11 +74,9 @@ def grouped_rows_tma(
     start_n = tile_n * BN
     offset_m = start_m + tl.arange(0, BM)
     offset_n = start_n + tl.arange(0, BN)
-    if WIDE:
-        offset_m = offset_m.to(tl.int64)
-        offset_n = offset_n.to(tl.int64)
     if A_FORMAT is None:
-        a_scale += matrix * as_e
+        if MASKED:
+            a_scale += group.to(tl.int64) * as_e
         b_scale += expert.to(tl.int64) * bs_e
 
     acc = tl.zeros((BM, BN), tl.float32)
@@ -133,6 +131,8 @@ def accepts(product: ScaledProduct) -> str | None:
     turned = target.arch in _EITHER_AXIS and not in_mx and map_fault(b) is None
     if not turned and (fault := map_fault(b.mT)) is not None:
         return f"b.mT {fault}"
+    if is_wide(*(x[0] if x.dim() == 3 else x for x in (product.out, a_scale, b_scale))):
+        return "an element of out or of the scales lies at an offset of more than 32 bits"  # such a form would spill
     return None
 
 
@@ -178,9 +178,6 @@ def plan_grouped_rows_tma(product: ScaledProduct, config: GemmConfig | None = No
     formats, turned = formats_of(product), map_fault(b.mT) is not None
     before: tuple[TritonLaunch, ...] = ()
     scales: dict[str, Tensor | TensorDescriptor] = {"a_scale": storage(a_scale), "b_scale": storage(b_scale)}
-    wide = is_wide(
-        out[0] if masked else out, *(scale[0] if scale.dim() == 3 else scale for scale in (a_scale, b_scale))
-    )
     if formats["A_FORMAT"] is not None:
         assert config.BM == LINES
         before = (plan_swizzle(product),)
@@ -200,7 +197,7 @@ def plan_grouped_rows_tma(product: ScaledProduct, config: GemmConfig | None = No
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": _BK, "GROUP": config.GROUP, "GROUPS": places_of(groups),
             "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1], **formats,
-            "B_TURNED": turned, "EVEN_N": n % config.BN == 0, "WIDE": wide,
+            "B_TURNED": turned, "EVEN_N": n % config.BN == 0,
             "HALVES": config.HALVES, "MASKED": masked, "ZEROS": product.zeros,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},

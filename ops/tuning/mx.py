@@ -28,8 +28,9 @@ class Problem:
     """`out (batch, m, n) = a (batch, m, k) @ b (batch, k, n)`; `largest` is the most bytes that one tensor spans.
 
     The output counts as float32, in which parts of a sum are kept. `k_lines`: each row of a and each column of b
-    has its K in consecutive bytes from a multiple of 16. `in_boxes`: bulk copies can take tiles of both, and
-    words of four the scales. `scales_in_boxes`: bulk copies can take the scales of tiles, contiguous along M and N.
+    has its K in consecutive bytes from a multiple of 16. `in_boxes`: bulk copies can take tiles of both.
+    `words`: the scales of a line lie in words of four. `scales_in_boxes`: bulk copies can take the scales of tiles,
+    contiguous along M and N.
     `constant`: as of `fp8fn.gemm`. `chip`: the GPU that the operands are on, if any.
     """
 
@@ -43,6 +44,7 @@ class Problem:
     largest: int = 0
     k_lines: bool = True
     in_boxes: bool = True
+    words: bool = True
     scales_in_boxes: bool = True
     constant: bool = False
     chip: Chip | None = None

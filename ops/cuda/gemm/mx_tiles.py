@@ -79,7 +79,9 @@ def accepts(problem: Problem) -> str | None:
     if problem.k % STAGE_K:
         return f"K={problem.k} is no multiple of {STAGE_K}"
     if not problem.in_boxes:
-        return "an operand does not lie as bulk copies take it, or its scales not in words of four"
+        return "an operand does not lie as bulk copies take it"
+    if not problem.words:
+        return "the scales of a line do not lie in words of four"
     config = configure(problem)
     if config.least_stages > config.STAGES:
         return f"the scales of K={problem.k} do not fit into shared memory"

@@ -290,6 +290,7 @@ def test_what_is_refused() -> None:
         (on(GFX950, m=32), "gfx950 is not sm90"),
         (on(SM90, m=32, k=192), "K=192 is no multiple of 128"),
         (replace(on(SM90, m=32), in_boxes=False), "does not lie as bulk copies take it"),
+        (replace(on(SM90, m=32), words=False), "do not lie in words of four"),
         (on(SM90, m=64, k=128 << 10), "the scales of K=131072 do not fit"),
     ):
         assert reason in str(accepts(problem))
@@ -301,7 +302,8 @@ def test_which_operands_lie_in_boxes() -> None:
     a, b = operands(20, 48, 256)
 
     def found(a: ScaledTensor, b: ScaledTensor) -> bool:
-        return problem_of(a.data, b.data, SM90, a.scale, b.scale).in_boxes
+        problem = problem_of(a.data, b.data, SM90, a.scale, b.scale)
+        return problem.in_boxes and problem.words
 
     assert found(a, b)
     assert found(along_k(a), along_k(b))

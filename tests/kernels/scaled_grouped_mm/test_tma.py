@@ -83,12 +83,10 @@ def counted(
 
 
 def interpreted(
-    product: ScaledProduct, target: Target, plan: Any = plan_grouped_rows_tma, config: GemmConfig = CONFIG,
-    wide: bool = False,
-) -> Tensor:  # fmt: skip
+    product: ScaledProduct, target: Target, plan: Any = plan_grouped_rows_tma, config: GemmConfig = CONFIG
+) -> Tensor:
     out = product.out.clone()
     for launch in plan(replace(product, out=out, target=target), config):
-        launch.constexprs["WIDE"] |= wide
         launch.interpret()
     return out
 
@@ -110,7 +108,6 @@ def test_groups_of_rows(target: Target, pair: Pair) -> None:
     assert not found[-REST:].any()
     by_pointers = interpreted(product, target, plan_scaled_grouped_mm)
     assert torch.equal(found, by_pointers) or (pair == MX and torch.allclose(found, by_pointers, rtol=1e-5, atol=1e-5))
-    assert torch.equal(interpreted(product, target, wide=True), found)
 
 
 @pytest.mark.parametrize("zeros", [True, False])
@@ -246,6 +243,19 @@ def test_what_it_takes() -> None:
     b = planned(SM100).b
     along_k = replace(planned(SM100), b=b._replace(data=b.data[0]), offsets=few.offsets)
     assert accepts(along_k) == "groups are along K"
+    far = "an element of out or of the scales lies at an offset of more than 32 bits"
+    assert accepts(planned(SM100, m=2**20, n=4096)) == far
+    assert accepts(planned(SM100, m=2**19 - 128, n=4096)) is None
+
+
+def test_scales_of_experts_may_lie_far_apart() -> None:
+    """Each expert's scales begin 2**30 bytes and more behind those of the one before; the rest is never touched."""
+    product = counted(((1, 128), (128, 128), "e8m0"), (70, 3, 70), 70, zeros=True)
+    scale, step = product.a.scale.view(torch.uint8), 2**30 + 64
+    far = torch.empty(2 * step + 4096, dtype=torch.uint8).as_strided(scale.shape, (step, *scale.stride()[1:]))
+    far.copy_(scale)
+    apart = replace(product, a=product.a._replace(scale=far.view(torch.float8_e8m0fnu)))
+    assert torch.equal(interpreted(apart, SM100), interpreted(product, SM100))
 
 
 @pytest.mark.parametrize("pair", [*PAIRS, ((-1, -1), (128, 1), "fp32")], ids=str)
