@@ -19,10 +19,7 @@ aten = torch.ops.aten
 
 def with_parts(weight: FP8Weight, change: Callable[[Tensor], Tensor], form: Form | None = None) -> FP8Weight:
     """A weight of `change(data)` and `change(scale)`."""
-    made = weight_of(change(weight._data), change(weight._scale), weight._form if form is None else form)
-    if (filled := weight.__dict__.get("_filled")) is not None:
-        made._filled = filled
-    return made
+    return weight_of(change(weight._data), change(weight._scale), weight._form if form is None else form)
 
 
 def _owned(weight: FP8Weight) -> Form:
@@ -152,9 +149,7 @@ def new_zeros(weight: FP8Weight, size: Sequence[int], *, dtype: Any = None, devi
     scales = [1 if b == WHOLE else math.ceil(n / b) for n, b in zip(shape, form.block, strict=True)]
     data = torch.zeros(shape, dtype=torch.uint8, device=target).view(weight._data.dtype)
     scale = torch.zeros(scales, device=target).to(weight._scale.dtype)
-    made = weight_of(data, scale, form._replace(shares=False))
-    made._filled = 0
-    return made
+    return weight_of(data, scale, form._replace(shares=False))
 
 
 @implements(aten.constant_pad_nd.default)

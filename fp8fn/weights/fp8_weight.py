@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {}
 _fills: Final[list[Callable[[], None]]] = []
 _PARTS: Final = ["_data", "_scale"]
-_OWN_ATTRIBUTES: Final = frozenset({*_PARTS, "_form", "_is_param", "_filled"})
+_OWN_ATTRIBUTES: Final = frozenset({*_PARTS, "_form", "_is_param"})
 _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 _warned: Final[set[str]] = set()
 
@@ -117,9 +117,6 @@ class FP8Weight(Tensor):
         _data: Tensor
         _scale: Tensor
         _form: Form
-        # Of a weight of zeros, and missing for others: the rows of its first slice; 0 before that. FSDP2 writes into
-        # it, and the rest is padding: the scales of a block that the slice tears belong to the slice.
-        _filled: int
 
     def __new__(
         cls, scaled: ScaledTensor, dtype: torch.dtype = torch.bfloat16, activations: Activations = "16bit"

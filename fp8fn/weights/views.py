@@ -137,13 +137,6 @@ def with_row_scales(weight: FP8Weight, axis: int) -> FP8Weight:
     return weight_of(weight._data, scale, form)
 
 
-def _fills(weight: FP8Weight, first: int, last: int) -> bool:
-    """Whether these rows are the first slice of a weight of zeros; what is behind it stays zeros, with any scale."""
-    if weight.__dict__.get("_filled") == 0:
-        weight._filled = last if first == 0 else -1
-    return first == 0 and weight.__dict__.get("_filled") == last
-
-
 @implements(aten.slice.Tensor)
 def cut(weight: FP8Weight, axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> FP8Weight:
     axis %= weight.ndim
@@ -161,9 +154,7 @@ def cut(weight: FP8Weight, axis: int = 0, start: int | None = None, end: int | N
         weight = with_row_scales(weight, axis)
     block = weight._form.block[axis]
     top, bottom = first // block, -(-last // block)
-    fills = axis == 0 and _fills(weight, first, last)
-    torn = last % block != 0 and last != size and not fills
-    form = weight._form._replace(shares=weight._form.shares or torn)
+    form = weight._form._replace(shares=weight._form.shares or (last % block != 0 and last != size))
     scale = weight._scale.narrow(axis, top, max(0, bottom - top))
     return weight_of(weight._data.narrow(axis, first, last - first), scale, form)
 
