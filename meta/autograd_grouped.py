@@ -115,16 +115,17 @@ class GroupedGemm(SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a_dtype, b_dtype, bias_dtype = ctx.dtypes
-        offsets = ctx.saved_tensors[2 if ctx.keeps_operands else 0]
+        saved = ctx.saved_tensors  # once: `checkpoint` unpacks each only once
+        offsets = saved[2 if ctx.keeps_operands else 0]
         grad_bias = None
         if bias_dtype is not None and ctx.needs_input_grad[3]:
             sums = grouped.sum_groups(grad, offsets) if ctx.rows else grad.sum(1, dtype=torch.float32)
             grad_bias = sums.to(bias_dtype)
         if ctx.keeps_operands:
-            return *_backward_of_operands(ctx, grad), None, grad_bias, None, None
+            return *_backward_of_operands(ctx, grad, saved), None, grad_bias, None, None
         if torch.is_grad_enabled() and not ctx.inside_transform:
             raise NotImplementedError(SECOND_ORDER)
-        _, *parts = ctx.saved_tensors
+        _, *parts = saved
         a_kept, b_kept = (
             None if block is None else Quantized(parts[2 * i], parts[2 * i + 1], block)
             for i, block in enumerate(ctx.blocks)
@@ -167,9 +168,9 @@ def _bias_rows(ctx: Any, bias: Tensor, offsets: Tensor) -> Tensor:
     return grouped.bias_rows(bias, offsets, ctx.out_shape[0])
 
 
-def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _backward_of_operands(ctx: Any, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
     """The same two products, computed from the unquantized operands, so that each is differentiable again."""
-    a, b, offsets = ctx.saved_tensors
+    a, b, offsets = saved
     a_dtype, b_dtype, _ = ctx.dtypes
     op, recipe = torch.ops.fp8fn.grouped_gemm, ctx.recipe
     # A product of groups of K quantizes both sides alike, in one-sided blocks.

@@ -136,7 +136,7 @@ def combine(y: Tensor, routing: Routing, *, width: int | None = None, dtype: tor
         y: Results, a row for each row of `dispatch`.
         routing: The `Routing` that `dispatch` returned.
         width: N on all ranks; by default the K of `dispatch`.
-        dtype: Type of `y` on all ranks; by default that of the rows of `dispatch`.
+        dtype: Type of `y` on all ranks; by default that of the rows of `dispatch`, or autocast's.
 
     Shape:
         `y (R, N)` → `(T, N)`, in the order of the rows that were dispatched.
@@ -170,6 +170,12 @@ def combine(y: Tensor, routing: Routing, *, width: int | None = None, dtype: tor
             f"width={y.shape[1]} on all ranks"
         )
     wanted = routing.dtype if dtype is None else dtype
+    if (
+        dtype is None
+        and torch.is_autocast_enabled(y.device.type)
+        and y.dtype == torch.get_autocast_dtype(y.device.type)
+    ):
+        wanted = y.dtype  # on all ranks
     if y.dtype != wanted:
         of_all = f"dtype={dtype}" if dtype is not None else f"x of dispatch had {wanted}"
         raise TypeError(

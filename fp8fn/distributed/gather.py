@@ -376,15 +376,15 @@ def _is_chosen(module: nn.Module) -> bool:
 
 
 def _why_nothing_is_gathered(model: nn.Module) -> str | None:
-    """Why FSDP gathers no weight of the model in FP8; None if it does, or if the model is one of DDP's."""
-    chosen = filter(_is_chosen, model.modules())
-    first = next(chosen, None)
-    if first is None:
+    """Why FSDP gathers no weight of the model in FP8; None if it does, or if DDP or `replicate` has a part of it."""
+    chosen = [module for module in model.modules() if _is_chosen(module)]
+    if not chosen:
         return (
             f"gather_fp8 has chosen no weight of this {type(model).__name__}, and FSDP gathers them unquantized; call "
             "gather_fp8(model) before fully_shard"
         )
-    if is_managed_by_fsdp(first) or any(map(is_managed_by_fsdp, chosen)) or isinstance(model, DistributedDataParallel):
+    others = (FSDPModule, DistributedDataParallel)  # `replicate` of FSDP2 makes FSDP's modules, of whole weights
+    if any(map(is_managed_by_fsdp, chosen)) or any(isinstance(module, others) for module in model.modules()):
         return None
     return (
         f"FSDP has sharded no weight of this {type(model).__name__} that gather_fp8 has chosen, and gathers none so; "

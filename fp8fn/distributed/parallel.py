@@ -8,6 +8,7 @@ gradient of a bias behind a row-parallel product sums what was gathered.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -177,8 +178,8 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
 class PrepareModuleInput(torch_parallel.PrepareModuleInput):
     """PyTorch's `PrepareModuleInput`, which gathers activations as FP8: once for all products that read them.
 
-    That is the first input which is as wide as one that a linear layer or a matrix of the module multiplies. Others,
-    such as masks with -Inf and rotary embeddings, are gathered as PyTorch does, in their own type.
+    That is the first tensor that `forward` takes, if it is as wide as one that a linear layer or a matrix of the module
+    multiplies. Others, such as masks with -Inf and rotary embeddings, are gathered as PyTorch does, in their own type.
 
     Args:
         recipe: Recipe of the model's products, with powers of two as scales.
@@ -205,6 +206,8 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         super().__init__(**layouts)
         self.recipe = _checked("PrepareModuleInput", recipe)
         known = [*range(len(self.input_layouts or ())), *self.input_kwarg_layouts]
+        if isinstance(quantized_inputs, int | str):
+            quantized_inputs = (quantized_inputs,)
         if any(each not in known for each in quantized_inputs or ()):
             raise ValueError(
                 f"PrepareModuleInput: quantized_inputs={quantized_inputs!r} has an input without a layout; those with "
@@ -213,32 +216,29 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         self.quantized_inputs = quantized_inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        widths = _widths(module)
+        widths, names = _widths(module), list(inspect.signature(module.forward).parameters)
 
         def gather(_: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
-            return self._with_gathered(inputs, by_name, widths, device_mesh)
+            all_inputs = _by_place(inputs, by_name)
+            chosen = self.quantized_inputs
+            if chosen is None:  # a mask may be as wide, with as many tokens as a layer has columns
+                places = [*range(len(inputs)), *(name for name in names if name in by_name)]
+                tensors = [place for place in places if isinstance(all_inputs[place], Tensor)]
+                chosen = [place for place in tensors[:1] if _is_as_wide(all_inputs[place], widths)]
+            self._gather(all_inputs, chosen, device_mesh)
+            return tuple(all_inputs[i] for i in range(len(inputs))), {name: all_inputs[name] for name in by_name}
 
         module.register_forward_pre_hook(gather, with_kwargs=True)  # before PyTorch's hook, which does the rest
         return super()._apply(module, device_mesh)
 
-    def _with_gathered(
-        self, inputs: tuple[Any, ...], by_name: dict[str, Any], widths: frozenset[int], mesh: DeviceMesh
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs, of which some are gathered as FP8, and DTensors."""
-        all_inputs = _by_place(inputs, by_name)
+    def _gather(self, inputs: dict[int | str, Any], chosen: Sequence[int | str], mesh: DeviceMesh) -> None:
+        """Replaces those of the chosen inputs that are to be gathered."""
         given = _by_place(self.input_layouts, self.input_kwarg_layouts)
         wanted = _by_place(self.desired_input_layouts, self.desired_input_kwarg_layouts)
-        for place, x in all_inputs.items():
-            if wanted.get(place) != Replicate() or given.get(place) is None or not isinstance(x, Tensor):
-                continue
-            chosen = place in self.quantized_inputs if self.quantized_inputs is not None else _is_as_wide(x, widths)
-            if not chosen:
-                continue
-            all_inputs[place] = _input(x, mesh, (given[place],), (Replicate(),), self.recipe)
-            if self.quantized_inputs is None:
-                break  # a mask may be as wide, with as many tokens as a layer has columns
-        positional = tuple(all_inputs[place] for place in range(len(inputs)))
-        return positional, {name: all_inputs[name] for name in by_name}
+        for place in chosen:
+            x, layout = inputs.get(place), given.get(place)
+            if isinstance(x, Tensor) and layout is not None and wanted.get(place) == Replicate():
+                inputs[place] = _input(x, mesh, (layout,), (Replicate(),), self.recipe)
 
     def _prepare_input_arg(self, input: Any, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:
         if isinstance(input, DTensor) and input.placements == (wanted,):  # PyTorch would sum its gradient

@@ -76,6 +76,8 @@ def copy_(weight: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             f"copy_ into a view of an FP8Weight, {tuple(weight.shape)} in blocks of {block}, whose scales belong to "
             "other elements too or are a copy; write the whole weight, or whole blocks of it"
         )
+    if not weight.numel() and source.shape == weight.shape:
+        return weight  # a rank's empty shard, whose rows may have lost their block
     if not isinstance(source, FP8Weight):
         source = _quantized(weight, source)
     if block[0] == 1 and source._form.block[0] == WHOLE and not source._form.flat:

@@ -112,10 +112,21 @@ def _rewrite(graph: Graph, quantizer: Quantizer, x: Node) -> tuple[str | None, s
     return None, _emit(graph, found, products)
 
 
+def _keeps_bits(clamp: Node, become: Sequence[Node]) -> bool:
+    """Whether bounds are the largest numbers of a type that the clamp's values `become`: quantizers keep their bits."""
+    largest = min(torch.finfo(tensor_of(node).dtype).max for node in (clamp, *become))
+    bounds = (*clamp.args[1:], *clamp.kwargs.values())
+    return all(isinstance(bound, int | float) and abs(bound) >= largest for bound in bounds if bound is not None)
+
+
 def _dequantized(x: Node) -> _Gathered | str:
     """The gathered data and scales that `x` is the product of, or why it is none."""
     product: Any = x
+    behind: list[Node] = []
     while product.target in (_CAST, *_BOUNDS):
+        if product.target in _BOUNDS and not _keeps_bits(product, behind):
+            return _CHANGED
+        behind.append(product)
         product = product.args[0]
     if product.target is not aten.mul.Tensor:
         return "16 bits are gathered: use the styles of fp8fn.distributed"

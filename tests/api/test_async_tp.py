@@ -23,6 +23,7 @@ import fp8fn  # noqa: F401  registers the backend
 import fp8fn.distributed as fp8_styles
 from fp8fn.bench import record
 from fp8fn.lowering import backend, post_grad_pass
+from fp8fn.lowering.patterns import gather_scaled_mm
 from fp8fn.ops import symmetric_memory, torch_private
 from fp8fn.ops.torch_private import symmetric_memory as private
 from support.processes import run_processes
@@ -240,6 +241,22 @@ def test_benchmark_on_two_processes(tmp_path: Path) -> None:
     rows = record.read(tmp_path / "out.json")["results"]["rows"]
     assert [row["product"] for row in rows] == ["gate_up", "qkv"]
     assert all(row["same_bits"] for row in rows)
+
+
+def test_only_bounds_of_a_type_keep_the_bits_that_were_gathered() -> None:
+    """A model's own clamp does not, so that its product is left alone. Inductor clamps 16 bits in float32."""
+    graph, largest = torch.fx.Graph(), torch.finfo(torch.bfloat16).max
+    x = graph.placeholder("x")
+    for bounds, kept in (
+        ((-largest, largest), True), ((None, largest), True), ((-0.5, 0.5), False), ((0.0,), False),
+        ((-largest, 6.0), False), ((-65504.0, 65504.0), False),
+    ):  # fmt: skip
+        for dtype in (torch.bfloat16, torch.float32):
+            node = graph.call_function(torch.ops.aten.clamp.default, (x, *bounds))
+            node.meta["val"] = torch.empty(2, 128, dtype=dtype, device="meta")
+            cast = graph.call_function(torch.ops.prims.convert_element_type.default, (node, torch.bfloat16))
+            cast.meta["val"] = torch.empty(2, 128, dtype=torch.bfloat16, device="meta")
+            assert gather_scaled_mm._keeps_bits(node, [cast]) == kept, (bounds, dtype)
 
 
 def test_refused_value_of_the_option() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import fp8fn
 from fp8fn import Recipe
@@ -121,6 +122,31 @@ def test_values_are_those_of_each_group_alone(recipe: Recipe, storage: str, devi
         left = exact(fp8fn.quantize(a[:, start:end], block, **a_args))
         want = left @ exact(fp8fn.quantize(b[start:end], swap(block), **b_args))
         assert not want.any() or snr(out[group], want) > 50
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["blockwise", Recipe(keep_weights=True)], ids=str)
+def test_a_checkpoint_makes_the_gradients_that_it_makes_without(recipe: Any, reentrant: bool) -> None:
+    """Which unpacks each saved tensor once."""
+    offsets = ends((2, 0, 3)).to(torch.int32)
+
+    def gradients_of(checkpointed: bool) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        a, b, bias = (torch.randn(*s, requires_grad=True) for s in ((5, 256), (3, 256, 128), (3, 128)))
+
+        def product(a: Tensor) -> Tensor:
+            return fp8fn.grouped_gemm(a, b, offsets, bias=bias, recipe=recipe)
+
+        out = checkpoint(product, a, use_reentrant=reentrant) if checkpointed else product(a)
+        return torch.autograd.grad(out.square().sum(), (a, b, bias)) if not reentrant else _backward(out, (a, b, bias))
+
+    for found, wanted in zip(gradients_of(True), gradients_of(False), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def _backward(out: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    out.square().sum().backward()
+    return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
 
 
 def test_what_torch_calls_a_grouped_product(device: torch.device) -> None:

@@ -426,6 +426,27 @@ def test_a_mask_beside_activations_is_gathered_as_it_is(quantized: int | None, t
         assert torch.equal(y, as_fp8 if place == (quantized or 0) else x), names[place]
 
 
+def test_a_mask_is_gathered_as_it_is_whatever_comes_before_it() -> None:
+    """As wide as a layer, before activations that a caller names later, or beside some that are whole already."""
+    x, mask = drawn(2, 256, 256, seed=1), torch.full((2, 256, 256), -torch.inf).triu(1)
+    names = ("x", "mask", "turns")
+    with ranks_in_one_process(2) as ranks, ranks.mode:
+        part = sharded(mask, ranks.mesh, Shard(1)).to_local()
+        for cut in (names, names[1:]):
+            style = fp8_styles.PrepareModuleInput(
+                input_kwarg_layouts={name: Shard(1) for name in cut},
+                desired_input_kwarg_layouts={name: Replicate() for name in cut}, use_local_output=True,
+            )  # fmt: skip
+            module = torch_styles.parallelize_module(Masked(256), ranks.mesh, style)
+            given = sharded(x, ranks.mesh, Shard(1)).to_local() if "x" in cut else x
+            out = module(mask=part, turns=part, x=given)
+            found = [y.reconcile() if hasattr(y, "reconcile") else y for y in out]
+            as_fp8 = fp8fn.quantize(x, (1, 128), scale="pow2").dequantize(x.dtype)
+            assert torch.equal(found[0], as_fp8 if "x" in cut else x)
+            assert torch.equal(found[1], mask)
+            assert torch.equal(found[2], mask)
+
+
 def test_only_inputs_with_a_layout_are_quantized() -> None:
     for wrong in ((1,), ("mask",)):
         with pytest.raises(ValueError, match=r"quantized_inputs=\(.*\) has an input without a layout; .* \[0, 'x'\]"):

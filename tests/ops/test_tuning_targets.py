@@ -45,6 +45,7 @@ from fp8fn.ops.tuning import (
 )
 from fp8fn.ops.tuning.measured import candidate_name
 from fp8fn.ops.tuning.mx_table import MX_FORM
+from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.ops.tuning.sweep import decide, measure, turns_for
 from fp8fn.ops.tuning.tile_space import TileProblem, seeds_space, space
 from fp8fn.timing import clock_of
@@ -458,7 +459,8 @@ def test_a_dry_run_for_a_product_is_for_its_own_processors(
     seen = []
     monkeypatch.setattr(tune_op, "dry_run", lambda op, keys, chip: seen.append(chip) or "")
     assert tune.main(["--op", "mm_a16w8", "--arch", name, "--dry-run"]) == 0
-    assert seen == [Chip(name, count)]
+    assert seen == [NAMED.get(name, Chip(name, count))]
+    assert seen[0].multiprocessors == count
 
 
 @pytest.mark.parametrize(("arch", "most"), [(101, 227), (103, 227), (110, 227), (121, 99), (130, 99)])

@@ -323,3 +323,21 @@ def _run(rank: int, device: str, folder: str) -> None:
 def test_two_processes(device: str, tmp_path: Path) -> None:
     skip_without(device, RANKS)
     run_processes(_run, (device, str(tmp_path)), RANKS)
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_results_of_autocast_are_combined(tmp_path: Path) -> None:
+    """Products make them of its type on all ranks, of rows in float32."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        x, w = torch.randn(5, 256), torch.randn(2, 256, 256)
+        rows, routing = dispatch(x, torch.tensor([2, 3]))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = fp8fn.grouped_gemm(rows, w, routing.offsets, recipe="blockwise_pow2")
+            assert y.dtype == torch.bfloat16
+            assert torch.equal(combine(y, routing), y)
+            assert torch.equal(combine(rows, routing), rows)
+        with pytest.raises(TypeError, match=r"y has dtype torch\.bfloat16, and x of dispatch had torch\.float32"):
+            combine(y, routing)
+    finally:
+        dist.destroy_process_group()

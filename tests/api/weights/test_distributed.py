@@ -177,6 +177,17 @@ def _loading_ragged_shards() -> None:
         assert snr(model(x), x @ values(weights[1]).T) > 100
 
 
+def _one_row() -> None:
+    """As a reward's head has: the other rank's shard is empty, and keeps no block."""
+    layer = nn.Linear(256, 1, bias=False)
+    layer.weight = nn.Parameter(make(1, 256), requires_grad=False)
+    dense, x = values(layer.weight), torch.randn(3, 256)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (RANKS,)))
+    for _ in range(2):
+        assert snr(layer(x), x @ dense.T) > 100
+        layer.reshard()
+
+
 def _columns() -> None:
     """FSDP lays the gathered bytes of other dimensions out by rank, which this weight does not undo."""
     model = nn.Sequential(nn.Linear(256, 256, bias=False))
@@ -229,6 +240,7 @@ CASES: tuple[Callable[[], None], ...] = (
     _mixed_precision,
     _loading_a_sharded_model,
     _loading_ragged_shards,
+    _one_row,
     _columns,
     _ddp,
     _collectives,
