@@ -1,4 +1,4 @@
-"""What the kernels of groups of rows share: which tile has which rows, the scales of a K tile, and the stores."""
+"""Pieces of both kernels of groups of rows: which tile has which rows, the scales of a K tile, and the stores."""
 
 from __future__ import annotations
 

@@ -152,8 +152,7 @@ def runs(problem: Problem, config: ScaledMmConfig) -> bool:
 
 
 def banded(problem: Problem, config: ScaledMmConfig, cores: int) -> list[ScaledMmConfig]:
-    """The configuration without turns and, where the product is large enough for them to matter, in bands of other
-    heights and in pairs.
+    """Variants of a configuration: without turns and, in a product that is large enough, in other bands and in pairs.
 
     One for each number of bands: heights that give as many are one walk.
     """

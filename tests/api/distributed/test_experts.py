@@ -247,7 +247,7 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_of_combine(grad: Tensor, routing: Routing) -> Tensor:
-    """What the backward sends to the experts, sent back."""
+    """The rows that the backward sends to the experts, sent back."""
     y = torch.zeros(routing.exchange.rows, grad.shape[1], dtype=grad.dtype).requires_grad_()
     combine(y, routing).backward(grad)
     assert y.grad is not None

@@ -36,7 +36,7 @@ from support.quantizers import accepts_rms_norm, accepts_silu_mul
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Those that take any strides; test_tma.py has the other one.
+# Kernels that take any strides; test_tma.py has the other one.
 TRITON = tuple(kernel for kernel in KERNELS if kernel.backend == "triton" and kernel.name != "triton_tma")
 NAMES = [kernel.name for kernel in TRITON]
 # Small tiles, so that few elements make several along every axis.

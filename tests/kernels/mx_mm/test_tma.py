@@ -103,7 +103,7 @@ def test_a_batch_of_one_is_a_matrix(target: Target) -> None:
 
 
 def test_what_it_takes() -> None:
-    """What is chosen of many rows, and why not elsewhere; Hopper's and AMD's choices stay."""
+    """The choice for many rows, and why not elsewhere; Hopper's and AMD's choices stay."""
     for target in (SM100, SM103, SM120):
         for m in (65, 4096):
             assert choose(on(target, m=m), {}).name == "triton_tma"
