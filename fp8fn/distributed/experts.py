@@ -175,7 +175,7 @@ def combine(y: Tensor, routing: Routing, *, width: int | None = None, dtype: tor
         and torch.is_autocast_enabled(y.device.type)
         and y.dtype == torch.get_autocast_dtype(y.device.type)
     ):
-        wanted = y.dtype  # on all ranks
+        wanted = y.dtype  # ranks of one program are all under autocast
     if y.dtype != wanted:
         of_all = f"dtype={dtype}" if dtype is not None else f"x of dispatch had {wanted}"
         raise TypeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.triton.tile_order import scaled, tile_scales
 
 
@@ -121,3 +122,15 @@ def store_rows(out, acc, offset_m, start_n, end, N, out_m, BM: tl.constexpr, BN:
 def places_of(groups: int) -> int:
     """The least power of two above `groups`: a place for each, and one for what is left."""
     return 1 << groups.bit_length()
+
+
+def strides_of_rows(product: ScaledProduct) -> dict[str, int]:
+    """The strides of the output, the scales and the bias, by the names of the kernels' arguments."""
+    out, bias, a_scale, b_scale = product.out, product.bias, product.a.scale, product.b.scale
+    masked = product.counts is not None
+    return {
+        "out_e": out.stride(0) if masked else 0, "out_m": out.stride(-2),
+        "as_e": a_scale.stride(0) if masked else 0, "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
+        "bs_e": b_scale.stride(0), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
+        "bias_e": 0 if bias is None else bias.stride(0),
+    }  # fmt: skip

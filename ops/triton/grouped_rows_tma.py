@@ -25,6 +25,7 @@ from fp8fn.ops.triton.group_tiles import (
     places_of,
     promoted,
     store_rows,
+    strides_of_rows,
     tile_rows,
     with_whole_scales,
 )
@@ -189,10 +190,7 @@ def plan_grouped_rows_tma(product: ScaledProduct, config: GemmConfig | None = No
         args={
             "a": TensorDescriptor.from_tensor(as_batch(a), [1, config.BM, _BK]), "b": _box_of(b, config.BN, turned),
             "out": out, **scales, "bias": bias, "offsets": offsets, "M": m, "N": n, "K": k, "E": groups,
-            "out_e": out.stride(0) if masked else 0, "out_m": out.stride(-2),
-            "as_e": a_scale.stride(0) if masked else 0, "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
-            "bs_e": b_scale.stride(0), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
-            "bias_e": 0 if bias is None else bias.stride(0),
+            **strides_of_rows(product),
         },
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": _BK, "GROUP": config.GROUP, "GROUPS": places_of(groups),

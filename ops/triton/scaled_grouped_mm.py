@@ -28,6 +28,7 @@ from fp8fn.ops.triton.group_tiles import (
     places_of,
     promoted,
     store_rows,
+    strides_of_rows,
     tile_rows,
     with_whole_scales,
 )
@@ -254,10 +255,7 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
             "M": m, "N": n, "K": k, "E": groups,
             "a_e": a.stride(0) if masked else 0, "a_m": a.stride(-2), "a_k": a.stride(-1),
             "b_e": b.stride(0), "b_k": b.stride(1), "b_n": b.stride(2),
-            "out_e": out.stride(0) if masked else 0, "out_m": out.stride(-2),
-            "as_e": a_scale.stride(0) if masked else 0, "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
-            "bs_e": b_scale.stride(0), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
-            "bias_e": 0 if bias is None else bias.stride(0),
+            **strides_of_rows(product),
         },
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "GROUPS": places_of(groups),
