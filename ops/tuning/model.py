@@ -101,9 +101,10 @@ _PAIRED: Final = (TALL,)
 # Bands for groups of tokens: five of eight products on an H100 were 1.03 times as fast as in bands of 8, two 0.99 to 1.
 _GROUP_OF_GROUPS: Final = {X: 3}
 # The tile whose three warpgroups may do without turns. On an H200 (2026-11-28) that is 4 to 5 % faster at
-# 8192,28672,4096, 8192,8192,28672 and 16384,8192,8192, and 3 to 7 % at 22 products of groups; on an H100 turns were 3
-# to 9 % faster. 128x128 is 3 % slower without them.
+# 8192,28672,4096, 8192,8192,28672 and 16384,8192,8192, 3 to 7 % at 22 products of groups, and up to 5 % at 24 batches;
+# on an H100 turns were 3 to 9 % faster. 128x128 is 3 % slower without them.
 _FREE: Final = (X,)
+_FREE_GAIN: Final = 0.96  # its time without turns to that with them
 _FREE_ON: Final = Chip("NVIDIA H200", 132)
 _IN_TURNS_ON: Final = Chip("NVIDIA H100 80GB HBM3", 132)
 _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
@@ -319,13 +320,21 @@ def ranked(problem: Problem, cores: int) -> tuple[ScaledMmConfig, ...]:
 def modelled(product: ScaledProduct) -> ScaledMmConfig:
     """The configuration of the least time by the model."""
     problem, cores = problem_of(product), product.target.cores
+    free = _is_free(product)
     if product.counts is not None:
         config = counted_config(problem, product.mean_rows, cores)
     elif product.offsets is not None:
         config = grouped_config(problem, cores, jagged_m=product.b.data.dim() == 3)
     else:
-        return ranked(problem, cores)[0]
-    return replace(config, TURNS=False) if takes_turns(problem, _tile(config)) and _is_free(product) else config
+        config = dense_config(problem, cores, free=free)
+    return replace(config, TURNS=False) if free and takes_turns(problem, _tile(config)) else config
+
+
+def dense_config(problem: Problem, cores: int, *, free: bool) -> ScaledMmConfig:
+    """The candidate of the least time, on a chip where a tile is faster without turns if `free`."""
+    there = ranked(problem, cores)
+    gains = {tile: _FREE_GAIN for tile in _FREE if free and tile in there and takes_turns(problem, tile)}
+    return min((there[0], *gains), key=lambda tile: gains.get(tile, 1) * microseconds(problem, tile, cores))
 
 
 def _is_free(product: ScaledProduct) -> bool:
