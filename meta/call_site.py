@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8fn.meta import bypass
 from fp8fn.ops.cuda.runtime import graph_capture
-from fp8fn.ops.cuda.runtime.fused_calls import Program, recorded
+from fp8fn.ops.cuda.runtime.call_cache import Program, recorded
 
 # A kernel may load 16 bytes at once; one was chosen for addresses that are multiples of that, as the first call's were.
 _ALIGNMENT: Final = 16

@@ -17,9 +17,8 @@ from torch.autograd import forward_ad
 from fp8fn.meta import bypass, levels
 from fp8fn.meta.autograd import SECOND_ORDER
 from fp8fn.ops import gemm as gemm_op
-from fp8fn.ops.cuda.runtime import fused_calls, graph_capture
-from fp8fn.ops.cuda.runtime.call_cache import is_recording, keep, kind, recall
-from fp8fn.ops.cuda.runtime.fused_calls import Program, Results
+from fp8fn.ops.cuda.runtime import call_cache, graph_capture
+from fp8fn.ops.cuda.runtime.call_cache import Program, Results, is_recording, keep, kind, recall
 from fp8fn.ops.layout import is_column_major, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
@@ -122,8 +121,8 @@ class Plan:
             return self._program(*inputs)
         if self._settled:
             return self._forward(a, b, bias)
-        results, program = fused_calls.recorded(inputs, lambda: self._forward(a, b, bias))
-        if fused_calls.distinct(inputs):
+        results, program = call_cache.recorded(inputs, lambda: self._forward(a, b, bias))
+        if call_cache.distinct(inputs):
             self._program, self._settled = program, True
         return results
 
@@ -143,7 +142,7 @@ class Plan:
 
         if not bypass.nothing_watches(*inputs) or is_recording():
             return run()
-        return fused_calls.chained((self, dgrad, wgrad, *map(kind, inputs)), inputs, run)
+        return call_cache.chained((self, dgrad, wgrad, *map(kind, inputs)), inputs, run)
 
     def _forward(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Results:
         rows, columns = a if a.ndim == 2 else a.flatten(0, -2), b.mT if self.transposed else b

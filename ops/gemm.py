@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.runtime.call_cache import kind
-from fp8fn.ops.cuda.runtime.fused_calls import chained
+from fp8fn.ops.cuda.runtime.call_cache import chained, kind
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_square, swap, unguarded
 from fp8fn.ops.mx_mm import is_mx

@@ -13,7 +13,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import fp8fn
 from fp8fn.lowering.inductor import extern_call
-from fp8fn.ops.cuda.runtime.fused_calls import Program
+from fp8fn.ops.cuda.runtime.call_cache import Program
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OWN_WAY = {

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 import fp8fn
 from fp8fn.meta import direct
 from fp8fn.ops import scaled_mm
-from fp8fn.ops.cuda.runtime import call_cache, fused_calls, graph_capture
+from fp8fn.ops.cuda.runtime import call_cache, graph_capture
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.quantize import quantize_dual_kernel, quantize_kernel
 from fp8fn.ops.scaled_mm import scaled_mm_kernel
@@ -78,7 +78,7 @@ def programs() -> int:
     """How many of the kept plans of products, and of their backwards, are programs."""
     plans = [found for found in call_cache._kept.values() if isinstance(found, direct.Plan)]
     whole = [plan for plan in plans if plan._program is not None]
-    return len(whole) + sum(isinstance(found, fused_calls.Program) for found in call_cache._kept.values())
+    return len(whole) + sum(isinstance(found, call_cache.Program) for found in call_cache._kept.values())
 
 
 PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
@@ -156,7 +156,7 @@ def test_a_warm_step_allocates_little_and_starts_every_kernel_once(
 
 
 def test_large_tensors_are_allocated_alone(gpu: list[CudaLaunch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_calls, "SHARED_BYTES", 8192)  # x by rows fits: 6,912 bytes; w in FP8 does not
+    monkeypatch.setattr(call_cache, "SHARED_BYTES", 8192)  # x by rows fits: 6,912 bytes; w in FP8 does not
     x, w = random(M, K), random(N, K)
     first = fp8fn.linear(x, w)
     allocated: list[Any] = []

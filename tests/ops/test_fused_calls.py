@@ -14,9 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp8fn
 from fp8fn.meta.call_site import CallSite
 from fp8fn.ops.cuda.runtime import call_cache
-from fp8fn.ops.cuda.runtime import fused_calls as module
-from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
-from fp8fn.ops.cuda.runtime.fused_calls import Program, chained
+from fp8fn.ops.cuda.runtime.call_cache import Call, Program, Step, chained, geometry
 from fp8fn.ops.torch_private import core
 
 BF16 = torch.bfloat16
@@ -109,7 +107,7 @@ def test_what_is_not_all_calls_runs_each_time() -> None:
             x, y = ones(value), ones(value)
             found = chained(run.__name__, (x, y), lambda run=run, x=x, y=y: run(x, y))  # type: ignore[misc]
             assert found[0][0] == 2 * value  # type: ignore[index]
-        assert call_cache.recall(run.__name__) is module._NOT_ALL_CALLS
+        assert call_cache.recall(run.__name__) is call_cache._NOT_ALL_CALLS
 
 
 def test_a_run_that_raises_leaves_nothing_behind() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops.cuda.gemm import a16w8_tiles, mx_tiles
-from fp8fn.ops.cuda.runtime import call_cache, driver, fused_calls, graph_capture
+from fp8fn.ops.cuda.runtime import call_cache, driver, graph_capture
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import CudaKernel, CudaLaunch
 from fp8fn.ops.targets import SM90, Target
@@ -184,7 +184,7 @@ def test_calls_are_not_written_down_as_one(graph: Graph, monkeypatch: pytest.Mon
         return [launch(graph, True)]
 
     for _ in range(3):
-        fused_calls.chained("key", (torch.empty(4),), run)
+        call_cache.chained("key", (torch.empty(4),), run)
     assert len(ran) == 3
     assert call_cache.recall("key") is None
 
