@@ -17,7 +17,7 @@ from fp8fn.ops.activations import Activations, check_activations, quantized_prod
 from fp8fn.ops.cuda.gemm.operands import as_batch, map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
@@ -175,10 +175,6 @@ def _named(product: WeightProduct) -> Named | None:
     return named(product)
 
 
-def _any(_: WeightProduct) -> None:
-    return None
-
-
 def _configure_triton(product: WeightProduct) -> Any:
     from fp8fn.ops.triton.mm_a16w8 import configure
 
@@ -219,7 +215,7 @@ KERNELS: Final = (
     Kernel("cuda_tiles", a16w8_tiles.accepts, a16w8_tiles.configure, a16w8_tiles.plan, a16w8_tiles.untuned),
     Kernel("cuda_gemv", gemv_a16w8.accepts, gemv_a16w8.configure, gemv_a16w8.plan, _untuned_gemv),
     Kernel("cuda_many", mm_a16w8.accepts, mm_a16w8.configure, mm_a16w8.plan),
-    Kernel("triton_mm", _any, _configure_triton, _plan_triton),
+    Kernel("triton_mm", takes_all, _configure_triton, _plan_triton),
 )
 
 MM_A16W8: Final = Dispatch(
@@ -244,7 +240,7 @@ MM_A16W8_INVARIANT: Final = Dispatch(
             "cuda_splitk", lambda product: splitk_a16w8.accepts(_one_row(product)), splitk_a16w8.configure_invariant,
             splitk_a16w8.plan,
         ),
-        Kernel("triton_mm", _any, _configure_triton_once, _plan_triton),
+        Kernel("triton_mm", takes_all, _configure_triton_once, _plan_triton),
     ),
     reference=_reference_by_rows,
     unserved=unserved,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import has_lines, span
@@ -202,10 +202,6 @@ def _named(problem: MoeProblem) -> Named | None:
     return moe_named(problem)
 
 
-def _any(_: MoeProblem) -> None:
-    return None
-
-
 def _plan_hip(product: RoutedProduct, config: HipConfig) -> tuple[Launch, ...]:
     from fp8fn.ops.hip.moe_gemm import plan_moe
 
@@ -229,7 +225,7 @@ KERNELS: Final = (
         "hip_moe", envelope.accepts_moe, envelope.configure_moe, _plan_hip, envelope.untuned_moe, fault=envelope.fault
     ),
     Kernel("cuda_moe", gemv_mx.accepts_moe, gemv_mx.configure_moe, gemv_mx.plan_moe),
-    Kernel("triton_moe", _any, _configure_triton, _plan_triton),
+    Kernel("triton_moe", takes_all, _configure_triton, _plan_triton),
 )
 
 MOE_GEMM: Final = Dispatch(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
-from fp8fn.ops.kernel import Dispatch, Kernel, deferred, takes_all
+from fp8fn.ops.kernel import Dispatch, Kernel, deferred, no_config, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import (
     WHOLE,
@@ -276,10 +276,6 @@ def _plan_triton_dual(q: Quantization, _: None) -> tuple[Launch, ...]:
     return plan_quantize_dual(q)
 
 
-def no_config(_: Quantization) -> None:
-    """For kernels in Triton, whose plans choose the tile."""
-
-
 def _without_amax(accepts: Callable[[Quantization], str | None]) -> Callable[[Quantization], str | None]:
     """For a kernel that computes the largest magnitudes itself: `accepts`, and a reason where they are given."""
     return lambda q: accepts(q) if q.amax is None else "amax is given"
@@ -301,7 +297,6 @@ QUANTIZE: Final = Dispatch(
     op="quantize",
     inputs=("x", "amax"),
     operands=_operands,
-    problem=lambda q: q,
     kernels=KERNELS,
     reference=_reference,
     unserved=_unserved,

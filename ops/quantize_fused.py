@@ -252,7 +252,6 @@ QUANTIZE_SILU_MUL: Final = Dispatch(
     op="quantize_silu_mul",
     inputs=("gate", "up"),
     operands=_silu_mul_operands,
-    problem=lambda q: q,
     kernels=(Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),),
     reference=_reference,
     unserved=_unserved,
@@ -262,7 +261,6 @@ QUANTIZE_RMS_NORM: Final = Dispatch(
     op="quantize_rms_norm",
     inputs=("x", "weight", "rstd"),
     operands=_rms_norm_operands,
-    problem=lambda q: q,
     kernels=(
         Kernel("cuda_rows", rms_norm.accepts, rms_norm.configure, rms_norm.plan),
         Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, rms_norm.plan_blocks),

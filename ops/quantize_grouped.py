@@ -10,18 +10,11 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.groups import ROWS, STEP, check_ends, check_offsets, empty_grouped
-from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, no_config
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block, swap
 from fp8fn.ops.quantization import Quantization, empty_grouped_dual
-from fp8fn.ops.quantize import (
-    SQUARE,
-    check_quantize,
-    checked_dual_block,
-    no_config,
-    quantize_kernel,
-    unserved,
-)
+from fp8fn.ops.quantize import SQUARE, check_quantize, checked_dual_block, quantize_kernel, unserved
 
 if TYPE_CHECKING:
     from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
@@ -183,7 +176,6 @@ QUANTIZE_GROUPED: Final = Dispatch(
     op="quantize_grouped",
     inputs=("x", "offsets"),
     operands=_operands,
-    problem=lambda q: q,
     kernels=KERNELS,
     reference=_reference,
     unserved=unserved,

@@ -206,7 +206,6 @@ def _dispatch(op: str, inputs: tuple[str, str, str], operands: Callable[[Any, An
         op=op,
         inputs=inputs,
         operands=operands,
-        problem=lambda q: q,
         kernels=(Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),),
         reference=_reference,
         unserved=_unserved,
