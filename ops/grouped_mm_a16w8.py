@@ -6,7 +6,7 @@ With `activations="fp8"` the op quantizes many rows and multiplies in FP8, as `f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -14,14 +14,18 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.activations import Activations, check_activations, quantized_grouped_product, why_16_bits
 from fp8fn.ops.groups import check_ends, check_offsets
-from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, takes_all
-from fp8fn.ops.launch import Launch
+from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, deferred, takes_all
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mm_a16w8 import check_weight_operands, unserved
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.scaled_grouped_mm import check_group_bias, check_group_count, empty_grouped_output
 from fp8fn.ops.scaled_mm import Parts
+
+if TYPE_CHECKING:
+    from fp8fn.ops.triton import grouped_mm_a16w8 as triton
+else:
+    triton = deferred("fp8fn.ops.triton.grouped_mm_a16w8")
 
 GROUPED_MM_A16W8_SCHEMA: Final = (
     "grouped_mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor offsets, Tensor? bias=None, "
@@ -106,23 +110,11 @@ def _reference(product: WeightProduct) -> tuple[Tensor]:
     return (reference.grouped_mm_a16w8(product.x, product.w, product.group_ends, product.bias, product.out.dtype),)
 
 
-def _configure_triton(product: WeightProduct) -> Any:
-    from fp8fn.ops.triton.grouped_mm_a16w8 import configure
-
-    return configure(product)
-
-
-def _plan_triton(product: WeightProduct, config: Any) -> tuple[Launch, ...]:
-    from fp8fn.ops.triton.grouped_mm_a16w8 import plan_grouped_mm_a16w8
-
-    return plan_grouped_mm_a16w8(product, config)
-
-
 GROUPED_MM_A16W8: Final = Dispatch(
     op=_NAME,
     inputs=("x", "w", "w_scale", "offsets", "bias"),
     operands=_operands,
-    kernels=(Kernel("triton", takes_all, _configure_triton, _plan_triton),),
+    kernels=(Kernel("triton", takes_all, triton.configure, triton.plan_grouped_mm_a16w8),),
     reference=_reference,
     unserved=unserved,
     settled=_settled,

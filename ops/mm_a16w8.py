@@ -18,7 +18,6 @@ from fp8fn.ops.cuda.gemm.operands import as_batch, map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, takes_all
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
@@ -26,11 +25,12 @@ from fp8fn.ops.scaled_mm import Parts, check_operand, empty_output
 
 if TYPE_CHECKING:
     from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
+    from fp8fn.ops.triton import mm_a16w8 as triton
     from fp8fn.ops.tuning import weight
 else:
     a16w8_tiles, gemv_a16w8 = deferred("fp8fn.ops.cuda.gemm.a16w8_tiles"), deferred("fp8fn.ops.cuda.gemm.gemv_a16w8")
     mm_a16w8, splitk_a16w8 = deferred("fp8fn.ops.cuda.gemm.mm_a16w8"), deferred("fp8fn.ops.cuda.gemm.splitk_a16w8")
-    weight = deferred("fp8fn.ops.tuning.weight")
+    triton, weight = deferred("fp8fn.ops.triton.mm_a16w8"), deferred("fp8fn.ops.tuning.weight")
 
 MM_A16W8_SCHEMA: Final = (
     "mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor? bias=None, ScalarType? out_dtype=None, "
@@ -175,18 +175,10 @@ def _named(product: WeightProduct) -> Named | None:
     return named(product)
 
 
-def _configure_triton(product: WeightProduct) -> Any:
-    from fp8fn.ops.triton.mm_a16w8 import configure
-
-    return configure(product)
-
-
 def _configure_triton_once(product: WeightProduct) -> Any:
     """The tile of 64 rows, for any number of rows."""
-    from fp8fn.ops.triton.mm_a16w8 import choose_config
-
     product = product.as_matrix()
-    return choose_config(64, product.n, product.w.block, product.x.dtype, product.target)
+    return triton.choose_config(64, product.n, product.w.block, product.x.dtype, product.target)
 
 
 def _one_row(product: WeightProduct) -> WeightProduct:
@@ -204,18 +196,12 @@ def _aligned(product: WeightProduct) -> tuple[Tensor | None, ...] | None:
     return None if map_fault(as_batch(copy)) is not None else (copy, w, w_scale, product.bias)
 
 
-def _plan_triton(product: WeightProduct, config: Any) -> tuple[Launch, ...]:
-    from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8
-
-    return plan_mm_a16w8(product, config)
-
-
 KERNELS: Final = (
     Kernel("cuda_splitk", splitk_a16w8.accepts, splitk_a16w8.configure, splitk_a16w8.plan, _untuned_splitk),
     Kernel("cuda_tiles", a16w8_tiles.accepts, a16w8_tiles.configure, a16w8_tiles.plan, a16w8_tiles.untuned),
     Kernel("cuda_gemv", gemv_a16w8.accepts, gemv_a16w8.configure, gemv_a16w8.plan, _untuned_gemv),
     Kernel("cuda_many", mm_a16w8.accepts, mm_a16w8.configure, mm_a16w8.plan),
-    Kernel("triton_mm", takes_all, _configure_triton, _plan_triton),
+    Kernel("triton_mm", takes_all, triton.configure, triton.plan_mm_a16w8),
 )
 
 MM_A16W8: Final = Dispatch(
@@ -240,7 +226,7 @@ MM_A16W8_INVARIANT: Final = Dispatch(
             "cuda_splitk", lambda product: splitk_a16w8.accepts(_one_row(product)), splitk_a16w8.configure_invariant,
             splitk_a16w8.plan,
         ),
-        Kernel("triton_mm", takes_all, _configure_triton_once, _plan_triton),
+        Kernel("triton_mm", takes_all, _configure_triton_once, triton.plan_mm_a16w8),
     ),
     reference=_reference_by_rows,
     unserved=unserved,

@@ -11,7 +11,6 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred, takes_all
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import has_lines, span
 from fp8fn.ops.operand import Quantized
@@ -22,11 +21,13 @@ from fp8fn.ops.targets import chip_of
 if TYPE_CHECKING:
     from fp8fn.ops.cuda.gemm import gemv_mx
     from fp8fn.ops.hip import envelope
-    from fp8fn.ops.hip.config import HipConfig
+    from fp8fn.ops.hip import moe_gemm as hip
+    from fp8fn.ops.triton import moe_gemm as triton
     from fp8fn.ops.tuning import mx
-    from fp8fn.ops.tuning.mx import MoeProblem, MxConfig
+    from fp8fn.ops.tuning.mx import MoeProblem
 else:
     gemv_mx, envelope = deferred("fp8fn.ops.cuda.gemm.gemv_mx"), deferred("fp8fn.ops.hip.envelope")
+    hip, triton = deferred("fp8fn.ops.hip.moe_gemm"), deferred("fp8fn.ops.triton.moe_gemm")
     mx = deferred("fp8fn.ops.tuning.mx")
 
 MOE_GEMM_SCHEMA: Final = (
@@ -202,30 +203,17 @@ def _named(problem: MoeProblem) -> Named | None:
     return moe_named(problem)
 
 
-def _plan_hip(product: RoutedProduct, config: HipConfig) -> tuple[Launch, ...]:
-    from fp8fn.ops.hip.moe_gemm import plan_moe
-
-    return plan_moe(product, config)
-
-
-def _configure_triton(problem: MoeProblem) -> MxConfig:
-    from fp8fn.ops.triton.moe_gemm import configure
-
-    return configure(problem)
-
-
-def _plan_triton(product: RoutedProduct, config: MxConfig) -> tuple[Launch, ...]:
-    from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
-
-    return plan_moe_gemm(product, config)
-
-
 KERNELS: Final = (
     Kernel(
-        "hip_moe", envelope.accepts_moe, envelope.configure_moe, _plan_hip, envelope.untuned_moe, fault=envelope.fault
+        "hip_moe",
+        envelope.accepts_moe,
+        envelope.configure_moe,
+        hip.plan_moe,
+        envelope.untuned_moe,
+        fault=envelope.fault,
     ),
     Kernel("cuda_moe", gemv_mx.accepts_moe, gemv_mx.configure_moe, gemv_mx.plan_moe),
-    Kernel("triton_moe", takes_all, _configure_triton, _plan_triton),
+    Kernel("triton_moe", takes_all, triton.configure, triton.plan_moe_gemm),
 )
 
 MOE_GEMM: Final = Dispatch(

@@ -18,7 +18,6 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred, no_config, takes_all
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import (
     WHOLE,
     Block,
@@ -42,12 +41,17 @@ if TYPE_CHECKING:
     from fp8fn.ops.cuda.quantize import quantize_rows as cuda_rows
     from fp8fn.ops.cuda.quantize import quantize_whole as cuda_whole
     from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
+    from fp8fn.ops.triton import amax as triton_amax
+    from fp8fn.ops.triton import quantize as triton_blocks
+    from fp8fn.ops.triton import quantize_dual as triton_dual
 else:
     cuda_blocks = deferred("fp8fn.ops.cuda.quantize.quantize")
     cuda_columns = deferred("fp8fn.ops.cuda.quantize.quantize_columns")
     cuda_rows = deferred("fp8fn.ops.cuda.quantize.quantize_rows")
     cuda_whole = deferred("fp8fn.ops.cuda.quantize.quantize_whole")
     cuda_stream = deferred("fp8fn.ops.cuda.quantize.stream_columns")
+    triton_amax, triton_blocks = deferred("fp8fn.ops.triton.amax"), deferred("fp8fn.ops.triton.quantize")
+    triton_dual = deferred("fp8fn.ops.triton.quantize_dual")
 
 QUANTIZE_SCHEMA: Final = (
     'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32", Tensor? amax=None, '
@@ -264,18 +268,6 @@ def _accepts_triton_dual(q: Quantization) -> str | None:
     return None
 
 
-def _plan_triton(q: Quantization, _: None) -> tuple[Launch, ...]:
-    from fp8fn.ops.triton.quantize import plan_quantize
-
-    return plan_quantize(q)
-
-
-def _plan_triton_dual(q: Quantization, _: None) -> tuple[Launch, ...]:
-    from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
-
-    return plan_quantize_dual(q)
-
-
 def _without_amax(accepts: Callable[[Quantization], str | None]) -> Callable[[Quantization], str | None]:
     """For a kernel that computes the largest magnitudes itself: `accepts`, and a reason where they are given."""
     return lambda q: accepts(q) if q.amax is None else "amax is given"
@@ -289,8 +281,8 @@ KERNELS: Final = (
         "cuda_stream", _without_amax(cuda_stream.accepts), cuda_stream.configure, cuda_stream.plan, cuda_stream.untuned
     ),
     Kernel("cuda_columns", _without_amax(cuda_columns.accepts), cuda_columns.configure, cuda_columns.plan),
-    Kernel("triton_dual", _without_amax(_accepts_triton_dual), no_config, _plan_triton_dual),
-    Kernel("triton_blocks", _accepts_triton, no_config, _plan_triton),
+    Kernel("triton_dual", _without_amax(_accepts_triton_dual), no_config, triton_dual.plan_quantize_dual),
+    Kernel("triton_blocks", _accepts_triton, no_config, triton_blocks.plan_quantize),
 )
 
 QUANTIZE: Final = Dispatch(
@@ -326,16 +318,6 @@ def _maxima(tensors: Sequence[Any], values: Sequence[Any]) -> Maxima:
     return Maxima(x=x, block=check_amax(x, block), target=targets.target_of(x.device))
 
 
-def _plan_maxima(maxima: Maxima, config: cuda_whole.AmaxConfig) -> tuple[Launch, ...]:
-    return cuda_whole.plan_amax(maxima.x, maxima.out, maxima.target, config)
-
-
-def _plan_maxima_triton(maxima: Maxima, _: None) -> tuple[Launch, ...]:
-    from fp8fn.ops.triton.amax import plan_amax
-
-    return plan_amax(maxima.x, maxima.block, maxima.out, maxima.target)
-
-
 AMAX: Final = Dispatch(
     op="amax",
     inputs=("x",),
@@ -345,9 +327,14 @@ AMAX: Final = Dispatch(
             "cuda_amax",
             lambda maxima: cuda_whole.amax_fault(maxima.x, maxima.block, maxima.target),
             lambda maxima: cuda_whole.configure_amax(maxima.x),
-            _plan_maxima,
+            lambda maxima, config: cuda_whole.plan_amax(maxima.x, maxima.out, maxima.target, config),
         ),
-        Kernel("triton_amax", takes_all, no_config, _plan_maxima_triton),
+        Kernel(
+            "triton_amax",
+            takes_all,
+            no_config,
+            lambda maxima, _: triton_amax.plan_amax(maxima.x, maxima.block, maxima.out, maxima.target),
+        ),
     ),
     reference=lambda maxima: (reference.amax(maxima.x, maxima.block),),
     unserved=lambda maxima: "x is empty" if maxima.x.numel() == 0 else None,

@@ -11,7 +11,6 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.groups import ROWS, STEP, check_ends, check_offsets, empty_grouped
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, no_config
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block, swap
 from fp8fn.ops.quantization import Quantization, empty_grouped_dual
 from fp8fn.ops.quantize import SQUARE, check_quantize, checked_dual_block, quantize_kernel, unserved
@@ -21,11 +20,13 @@ if TYPE_CHECKING:
     from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
     from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
     from fp8fn.ops.cuda.quantize import walk_columns as cuda_walk
+    from fp8fn.ops.triton import quantize_grouped as triton
 else:
     cuda_blocks = deferred("fp8fn.ops.cuda.quantize.quantize")
     cuda_columns = deferred("fp8fn.ops.cuda.quantize.quantize_columns")
     cuda_stream = deferred("fp8fn.ops.cuda.quantize.stream_columns")
     cuda_walk = deferred("fp8fn.ops.cuda.quantize.walk_columns")
+    triton = deferred("fp8fn.ops.triton.quantize_grouped")
 
 QUANTIZE_GROUPED_SCHEMA: Final = (
     "quantize_grouped(Tensor x, Tensor offsets, int[2] block=[128, 1], ScalarType? dtype=None,"
@@ -140,20 +141,6 @@ def _accepts_triton_dual(q: Quantization) -> str | None:
     return None if q.dual else "two orientations are written"
 
 
-def _plan_triton(q: Quantization, tile: Any) -> tuple[Launch, ...]:
-    """With a table's tile, or without one the kernel's own."""
-    from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped
-
-    return plan_quantize_grouped(q, tile)
-
-
-def _plan_triton_dual(q: Quantization, tile: Any) -> tuple[Launch, ...]:
-    """As `_plan_triton`."""
-    from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped_dual
-
-    return plan_quantize_grouped_dual(q, tile)
-
-
 def _named(q: Quantization) -> Named | None:
     """The verdict of the tables of the operands' GPU; other devices have no tables."""
     if q.x.device.type != "cuda":
@@ -168,8 +155,8 @@ KERNELS: Final = (
     Kernel("cuda_walk", cuda_walk.accepts, cuda_walk.configure, cuda_walk.plan, cuda_walk.untuned),
     Kernel("cuda_stream", cuda_stream.accepts, cuda_stream.configure, cuda_stream.plan, cuda_stream.untuned),
     Kernel("cuda_columns", cuda_columns.accepts, cuda_columns.configure, cuda_columns.plan),
-    Kernel("triton_dual", _accepts_triton_dual, no_config, _plan_triton_dual),
-    Kernel("triton_blocks", _accepts_triton, no_config, _plan_triton),
+    Kernel("triton_dual", _accepts_triton_dual, no_config, triton.plan_quantize_grouped_dual),
+    Kernel("triton_blocks", _accepts_triton, no_config, triton.plan_quantize_grouped),
 )
 
 QUANTIZE_GROUPED: Final = Dispatch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,12 +13,17 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
-from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, no_compiler, no_config, takes_all
-from fp8fn.ops.launch import Launch
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred, no_compiler, no_config, takes_all
 from fp8fn.ops.layout import WHOLE, Block, known_block, matrix_strides, scale_shape, unknown_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import check_fast
+
+if TYPE_CHECKING:
+    from fp8fn.ops.triton import scaled_mm as triton
+    from fp8fn.ops.triton import scaled_mm_tma as tma
+else:
+    triton, tma = deferred("fp8fn.ops.triton.scaled_mm"), deferred("fp8fn.ops.triton.scaled_mm_tma")
 
 SCALED_MM_SCHEMA: Final = (
     "scaled_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
@@ -248,26 +253,6 @@ def _rows_by_cublaslt(product: ScaledProduct) -> str | None:
     return _by_cublaslt(product) if cublaslt.allowed() else "it is left out here"
 
 
-def _by_tma(product: ScaledProduct) -> str | None:
-    from fp8fn.ops.triton import scaled_mm_tma
-
-    return scaled_mm_tma.accepts(product)
-
-
-def _plan_tma(product: ScaledProduct, config: Any) -> tuple[Launch, ...]:
-    """With a table's configuration, or without one the kernel's own."""
-    from fp8fn.ops.triton import scaled_mm_tma
-
-    return scaled_mm_tma.plan_scaled_mm_tma(product, config)
-
-
-def _plan_triton(product: ScaledProduct, config: Any) -> tuple[Launch, ...]:
-    """With a table's configuration, or without one the kernel's own."""
-    from fp8fn.ops.triton import scaled_mm
-
-    return scaled_mm.plan_scaled_mm(product, config)
-
-
 def _configure_cuda_once(product: ScaledProduct) -> cuda.ScaledMmConfig:
     """The best tile of 256 rows that shares K with no other block, for any number of rows."""
     from fp8fn.ops.tuning.model import ranked
@@ -275,13 +260,6 @@ def _configure_cuda_once(product: ScaledProduct) -> cuda.ScaledMmConfig:
 
     problem = dataclasses.replace(problem_of(product), m=256, batch=1)
     return next(config for config in ranked(problem, product.target.cores) if config.SPLIT == 1)
-
-
-def _plan_triton_once(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
-    from fp8fn.ops.triton import scaled_mm
-
-    config = scaled_mm.choose_config(64, product.n, product.k, product.target)
-    return scaled_mm.plan_scaled_mm(product, config)
 
 
 def _named(product: ScaledProduct) -> Named | None:
@@ -305,8 +283,8 @@ SCALED_MM: Final = Dispatch(
     kernels=(
         Kernel("cublaslt", _by_cublaslt, no_config, lambda product, _: cublaslt.plan(product), named_only=True),
         Kernel("cuda", by_cuda, configure_cuda, cuda.plan, source="the model"),
-        Kernel("triton_tma", _by_tma, no_config, _plan_tma),
-        Kernel("triton", takes_all, no_config, _plan_triton),
+        Kernel("triton_tma", tma.accepts, no_config, tma.plan_scaled_mm_tma),
+        Kernel("triton", takes_all, no_config, triton.plan_scaled_mm),
     ),
     reference=_reference,
     unserved=foreign_types,
@@ -337,7 +315,7 @@ SCALED_MM_INVARIANT: Final = Dispatch(
     operands=_operands,
     kernels=(
         Kernel("cuda", by_cuda, _configure_cuda_once, cuda.plan),
-        Kernel("triton", takes_all, no_config, _plan_triton_once),
+        Kernel("triton", takes_all, lambda p: triton.choose_config(64, p.n, p.k, p.target), triton.plan_scaled_mm),
     ),
     reference=_reference_by_rows,
     unserved=foreign_types,
