@@ -44,7 +44,7 @@ class Op:
         return self.schema.partition("(")[0]
 
 
-def declare(op: Op) -> Op:
+def declare(op: Op) -> None:
     """Registers an op with PyTorch and adds it to `OPS`."""
     name = op.name
     LIBRARY.define(op.schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -62,7 +62,6 @@ def declare(op: Op) -> Op:
         torch.library.register_torch_dispatch(f"fp8fn::{name}", ProxyTorchDispatchMode, _traced, lib=LIBRARY)
     torch.library.register_vmap(f"fp8fn::{name}", op.vmap, lib=LIBRARY)
     OPS[name] = op
-    return op
 
 
 def register_fake(name: str, fake: Callable[..., Any]) -> None:
