@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
-from fp8fn.ops.code_cache import replace_whole, warn_once
+from fp8fn.ops.code_cache import replace_whole
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.kernel import forget as forget_choices
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.nearest import nearest
+from fp8fn.ops.tuning.table import is_time, read_json, read_users
 from fp8fn.ops.tuning.table import user_path as dense_path
 
 FORMAT: Final = 1
@@ -165,21 +166,7 @@ def users(form: Form, chip: Chip) -> Table:
 
 
 def _read_users(form: Form, path: Path, chip: Chip) -> Table | None:
-    faults: list[str] = []
-    again = f"`python -m fp8fn tune --op {form.op}`"
-    try:
-        table = read(form, path, faults)
-        if table.chip != chip:
-            raise ValueError(f"is of {table.chip}")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        warn_once(f"tuning: {path} is left out: {error}; delete it, or run {again} again")
-        return None
-    if faults:
-        more = f", and {len(faults) - 1} more rows of it" if len(faults) > 1 else ""
-        warn_once(f"tuning: {path}: {faults[0]}; it is left out{more}. Run {again} again")
-    return table if table.rows or not faults else None
+    return read_users(path, chip, partial(read, form), f"python -m fp8fn tune --op {form.op}")
 
 
 def read(form: Form, path: Path, faults: list[str] | None = None) -> Table:
@@ -187,11 +174,7 @@ def read(form: Form, path: Path, faults: list[str] | None = None) -> Table:
 
     A row that is none is a ValueError too, or a sentence in `faults`, where that is given.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError("its JSON is nested too deeply") from error
-    return replace(parse(form, document, faults), name=path.name)
+    return replace(parse(form, read_json(path), faults), name=path.name)
 
 
 def parse(form: Form, document: Any, faults: list[str] | None = None) -> Table:
@@ -226,11 +209,11 @@ def _row(form: Form, chip: Chip, values: Any) -> tuple[Key, Row]:
     config = next((config for config in configs[kernel] if _is_named(config, options)), None)
     if config is None:
         raise ValueError(f"has the configuration {options!r:.160}, in which {kernel} can't multiply its problem")
-    if not isinstance(times, dict) or not all(map(_is_time, times.values())):
+    if not isinstance(times, dict) or not all(map(is_time, times.values())):
         raise ValueError(f"has {times!r:.80} as times_us, which have to be positive numbers")
     if candidate_name(kernel, config) not in times:
         raise ValueError(f"has no time of its configuration {candidate_name(kernel, config)}")
-    if spread != 0 and not _is_time(spread):
+    if spread != 0 and not is_time(spread):
         raise ValueError(f"has {spread!r:.80} as spread_us, which has to be a number of at least 0")
     return key, Row(kernel, config, {str(name): float(us) for name, us in times.items()}, float(spread))
 
@@ -240,11 +223,6 @@ def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if type(size) is not int or not 0 < size < _LARGEST_SIZE:
             raise ValueError(f"has {size!r:.40} as {name}, which has to be a positive whole number")
-
-
-def _is_time(value: Any) -> bool:
-    """Whether a value is a positive number; NaN and infinity are not less than 1e300."""
-    return type(value) in (int, float) and 0 < value < 1e300
 
 
 def write(path: Path, table: Table) -> None:

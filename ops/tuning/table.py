@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, TypeGuard, TypeVar
 
 from fp8fn.ops.code_cache import cache_dir, replace_whole, warn_once
 from fp8fn.ops.cuda.gemm import cublaslt
@@ -44,6 +44,7 @@ _LARGEST_SIZE: Final = 2**63 - 1  # a size of a tensor
 _FP8: Final = {short_name(dtype): dtype for dtype in TYPES}
 _OUT: Final = {short_name(dtype): dtype for dtype in OUT}
 _users_allowed = True
+T = TypeVar("T", bound=Any)  # a table, which has a chip
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def shipped_only() -> Iterator[None]:
 
 @cache
 def _tables(chip: Chip, path: Path | None) -> tuple[Table, ...]:
-    found = [None if path is None else _read_users(path, chip)]
+    found = [None if path is None else read_users(path, chip, read)]
     served = nearest(chip, SHIPPED)
     if served is not None:
         measured_on, difference = served
@@ -141,7 +142,13 @@ def user_path(chip: Chip) -> Path:
     return cache_dir() / "tuning" / f"{slug}-{chip.multiprocessors}.json"
 
 
-def _read_users(path: Path, chip: Chip) -> Table | None:
+def read_users(
+    path: Path, chip: Chip, read: Callable[[Path, list[str]], T], command: str = "python -m fp8fn tune"
+) -> T | None:
+    """What `read` makes of the user's file for a chip, which `command` writes; None where there is none, or no table.
+
+    `read` appends a sentence to its second argument for each row that it leaves out.
+    """
     faults: list[str] = []
     try:
         table = read(path, faults)
@@ -150,12 +157,20 @@ def _read_users(path: Path, chip: Chip) -> Table | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        warn_once(f"tuning: {path} is left out: {error}; delete it, or run `python -m fp8fn tune` again")
+        warn_once(f"tuning: {path} is left out: {error}; delete it, or run `{command}` again")
         return None
     if faults:
         more = f", and {len(faults) - 1} more rows of it" if len(faults) > 1 else ""
-        warn_once(f"tuning: {path}: {faults[0]}; it is left out{more}. Tune these shapes again")
-    return table if table.entries or not faults else None
+        warn_once(f"tuning: {path}: {faults[0]}; it is left out{more}. Run `{command}` again")
+    return table
+
+
+def read_json(path: Path) -> Any:
+    """OSError or ValueError where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
 
 
 def read(path: Path, faults: list[str] | None = None, *, checked: bool = True) -> Table:
@@ -164,11 +179,7 @@ def read(path: Path, faults: list[str] | None = None, *, checked: bool = True) -
     A row that is none is a ValueError too, or a sentence in `faults`, where that is given. Rows of shipped tables are
     `checked` by the tests alone: it takes longer than reading them, in the first product of each process.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError("its JSON is nested too deeply") from error
-    return replace(parse(document, faults, checked=checked), name=path.name)
+    return replace(parse(read_json(path), faults, checked=checked), name=path.name)
 
 
 def parse(document: Any, faults: list[str] | None = None, *, checked: bool = True) -> Table:
@@ -208,11 +219,11 @@ def _fault_of_row(row: Any) -> str | None:
         if cells[column] not in list(types):  # a list: what is in a file need not have a hash
             return f"has {_shown(cells[column])} as {column}, which has to be one of {', '.join(sorted(types))}"
     times, spread, peer_us = cells["times_us"], cells["spread_us"], cells["peer_us"]
-    if not isinstance(times, dict) or not all(map(_is_time, times.values())):
+    if not isinstance(times, dict) or not all(map(is_time, times.values())):
         return f"has {_shown(times)} as times_us, which have to be positive numbers"
     if not _is_number(spread) or spread < 0:
         return f"has {_shown(spread)} as spread_us, which has to be a number of at least 0"
-    if peer_us is not None and not _is_time(peer_us):
+    if peer_us is not None and not is_time(peer_us):
         return f"has {_shown(peer_us)} as peer_us, which has to be null or a positive number"
     if not isinstance(cells["config"], str) or cells["config"] not in times:
         return f"has no time of its configuration {_shown(cells['config'])}"
@@ -237,7 +248,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-def _is_time(value: Any) -> bool:
+def is_time(value: Any) -> bool:
+    """Whether a value is a positive number."""
     return _is_number(value) and value > 0
 
 
@@ -294,7 +306,7 @@ def add(chip: Chip, entries: Mapping[Problem, Entry], origin: Mapping[str, str])
     path = user_path(chip)
     path.parent.mkdir(0o755, parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # the system's own: a process that dies leaves none behind
-        before = _read_users(path, chip)
+        before = read_users(path, chip, read)
         table = Table(chip, {**(before.entries if before else {}), **entries}, origin, path.name)
         write(path, table)
     return table
@@ -302,7 +314,7 @@ def add(chip: Chip, entries: Mapping[Problem, Entry], origin: Mapping[str, str])
 
 def users(chip: Chip) -> Table:
     """The user's table of a chip as it is on disk now, empty where there is none."""
-    return _read_users(user_path(chip), chip) or Table(chip, {})
+    return read_users(user_path(chip), chip, read) or Table(chip, {})
 
 
 @dataclass(frozen=True)
