@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +11,11 @@ from fp8fn.ops import reference
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
 from fp8fn.ops.groups import ROWS, STEP, spread_blocks, spread_rows
 from fp8fn.ops.layout import WHOLE, moved
-from fp8fn.ops.torch_private.core import pytree
-from fp8fn.scaled_tensor import check_device, check_parts
+from fp8fn.scaled_tensor import Stored, check_device, check_parts, register_pytree
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedScaledTensor:
+class GroupedScaledTensor(Stored):
     """FP8 data of tokens in groups, with scales that hold for tokens of one group: a frozen pytree.
 
     `x ≈ data.float() * scale`, with each scale repeated over its tokens. Group `g` is tokens `offsets[g-1]` to
@@ -102,21 +100,6 @@ class GroupedScaledTensor:
         data, scale = moved(self.data, device), moved(self.scale, device)
         return GroupedScaledTensor(data, scale, self.offsets.to(device), self.axis, self.block, self.size)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # pickle and copy do not support FP8 storage, so the state has bytes, and the types separately.
-        data, scale = self.data.view(torch.uint8), self.scale
-        if scale.dtype != torch.float32:
-            scale = scale.view(torch.uint8)
-        state = {"data": data, "scale": scale, "dtypes": (self.dtype, self.scale.dtype), "offsets": self.offsets}
-        return {**state, "axis": self.axis, "block": self.block, "size": self.size}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, dtype in zip(("data", "scale"), state["dtypes"], strict=True):
-            object.__setattr__(self, name, state[name].view(dtype))
-        for name in ("offsets", "axis", "block", "size"):
-            object.__setattr__(self, name, state[name])
-        self.__post_init__()
-
     def __repr__(self) -> str:
         kind = "e8m0" if self.scale.dtype == SCALE_DTYPES[1] else "fp32"
         where = f", device={str(self.device)!r}" if self.device.type != "cpu" else ""
@@ -160,34 +143,4 @@ def _check(q: GroupedScaledTensor) -> None:
         raise ValueError(f"{name}: scale has shape {tuple(q.scale.shape)}; data {tuple(q.data.shape)} needs {expected}")
 
 
-def _flatten(q: GroupedScaledTensor) -> tuple[list[Any], tuple[int, int, int]]:
-    return [q.data, q.scale, q.offsets], (q.axis, q.block, q.size)
-
-
-def _flatten_with_keys(q: GroupedScaledTensor) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[int, int, int]]:
-    leaves, context = _flatten(q)
-    names = ("data", "scale", "offsets")
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)], context
-
-
-def _unflatten(leaves: Any, context: tuple[int, int, int]) -> GroupedScaledTensor:
-    data, scale, offsets = leaves
-    if all(isinstance(leaf, Tensor) for leaf in leaves):
-        return GroupedScaledTensor(data, scale, offsets, *context)
-    # pytree.tree_map may make any object a leaf.
-    made = object.__new__(GroupedScaledTensor)
-    fields = ("data", "scale", "offsets", "axis", "block", "size")
-    for name, value in zip(fields, (*leaves, *context), strict=True):
-        object.__setattr__(made, name, value)
-    return made
-
-
-pytree.register_pytree_node(
-    GroupedScaledTensor,
-    _flatten,
-    _unflatten,
-    serialized_type_name="fp8fn.GroupedScaledTensor",
-    to_dumpable_context=list,
-    from_dumpable_context=tuple,
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+register_pytree(GroupedScaledTensor, ("data", "scale", "offsets"), ("axis", "block", "size"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,8 +20,59 @@ from fp8fn.ops.values import can_be_read
 _SLICE: Final = 2**24
 
 
+class Stored:
+    """A frozen dataclass of FP8 `data`, `scale` and more, which pickle and copy do not support: its state has bytes."""
+
+    data: Tensor
+    scale: Tensor
+    __post_init__: Callable[[], None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "data": self.data.view(torch.uint8), "dtypes": (self.data.dtype, self.scale.dtype)}
+        return state if self.scale.dtype == torch.float32 else {**state, "scale": self.scale.view(torch.uint8)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dtypes = dict(zip(("data", "scale"), state["dtypes"], strict=True))
+        for name, value in state.items():
+            if name != "dtypes":
+                object.__setattr__(self, name, value.view(dtypes[name]) if name in dtypes else value)
+        self.__post_init__()
+
+
+def register_pytree(of: type[Any], tensors: tuple[str, ...], context: tuple[str, ...]) -> None:
+    """Registers a frozen dataclass, whose fields are `tensors` and then `context`; one field is the context itself."""
+
+    def flatten(q: Any) -> tuple[list[Any], Any]:
+        rest = tuple(getattr(q, name) for name in context)
+        return [getattr(q, name) for name in tensors], rest if len(rest) > 1 else rest[0]
+
+    def flatten_with_keys(q: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+        leaves, rest = flatten(q)
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(tensors, leaves, strict=True)], rest
+
+    def unflatten(leaves: Any, rest: Any) -> Any:
+        values = (*leaves, *(rest if len(context) > 1 else (rest,)))
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            return of(*values)
+        # pytree.tree_map may make any object a leaf.
+        made = object.__new__(of)
+        for name, value in zip((*tensors, *context), values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    pytree.register_pytree_node(
+        of,
+        flatten,
+        unflatten,
+        serialized_type_name=f"fp8fn.{of.__name__}",
+        to_dumpable_context=list,
+        from_dumpable_context=tuple,
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
 @dataclass(frozen=True, eq=False)
-class ScaledTensor:
+class ScaledTensor(Stored):
     """FP8 data, the scale that dequantizes it, and the block of elements that shares one scale: a frozen pytree.
 
     `x ≈ data.float() * scale`, with `scale` repeated over `block`. The shape is logical: `quantize` chooses the strides
@@ -132,19 +183,6 @@ class ScaledTensor:
                 f"ScaledTensor: a matrix of shape {tuple(self.shape)} has no leading dimension to iterate over"
             )
         return map(self.__getitem__, range(self.shape[0]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # pickle and copy do not support FP8 storage, so the state has bytes, and the types separately.
-        data, scale = self.data.view(torch.uint8), self.scale
-        if scale.dtype != torch.float32:
-            scale = scale.view(torch.uint8)
-        return {"data": data, "scale": scale, "dtypes": (self.dtype, self.scale.dtype), "block": self.block}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, dtype in zip(("data", "scale"), state["dtypes"], strict=True):
-            object.__setattr__(self, name, state[name].view(dtype))
-        object.__setattr__(self, "block", state["block"])
-        self.__post_init__()
 
     def __repr__(self) -> str:
         """Shape, block and scale format, and a summary of the values if they can be read."""
@@ -283,34 +321,7 @@ def _scale_kind(q: ScaledTensor) -> str:
     return "e8m0" if q.scale.dtype == SCALE_DTYPES[1] else "fp32"
 
 
-def _flatten(q: ScaledTensor) -> tuple[list[Any], Block]:
-    return [q.data, q.scale], q.block
-
-
-def _flatten_with_keys(q: ScaledTensor) -> tuple[list[tuple[pytree.KeyEntry, Any]], Block]:
-    return [(pytree.GetAttrKey("data"), q.data), (pytree.GetAttrKey("scale"), q.scale)], q.block
-
-
-def _unflatten(leaves: Any, block: Block) -> ScaledTensor:
-    data, scale = leaves
-    if isinstance(data, Tensor) and isinstance(scale, Tensor):
-        return ScaledTensor(data, scale, block)
-    # pytree.tree_map may make any object a leaf.
-    made = object.__new__(ScaledTensor)
-    for name, value in (("data", data), ("scale", scale), ("block", block)):
-        object.__setattr__(made, name, value)
-    return made
-
-
-pytree.register_pytree_node(
-    ScaledTensor,
-    _flatten,
-    _unflatten,
-    serialized_type_name="fp8fn.ScaledTensor",
-    to_dumpable_context=list,
-    from_dumpable_context=tuple,
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+register_pytree(ScaledTensor, ("data", "scale"), ("block",))
 
 # `torch.load(..., weights_only=True)` reads files that hold it.
 torch.serialization.add_safe_globals([ScaledTensor])
