@@ -235,7 +235,7 @@ def _rms_norm_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantiz
     )  # fmt: skip
 
 
-def _unserved(q: Quantization) -> str | None:
+def unserved_by_blocks(q: Quantization) -> str | None:
     return unserved(q) or cuda_blocks.accepts(q)
 
 
@@ -254,7 +254,7 @@ QUANTIZE_SILU_MUL: Final = Dispatch(
     operands=_silu_mul_operands,
     kernels=(Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),),
     reference=_reference,
-    unserved=_unserved,
+    unserved=unserved_by_blocks,
 )
 
 QUANTIZE_RMS_NORM: Final = Dispatch(
@@ -266,5 +266,5 @@ QUANTIZE_RMS_NORM: Final = Dispatch(
         Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, rms_norm.plan_blocks),
     ),
     reference=_reference,
-    unserved=_unserved,
+    unserved=unserved_by_blocks,
 )

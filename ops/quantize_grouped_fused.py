@@ -20,6 +20,7 @@ from fp8fn.ops.kernel import Dispatch, Kernel, deferred
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantization import SILU_MUL, SILU_MUL_GRAD, Quantization, empty_grouped_dual
 from fp8fn.ops.quantize import checked_dual_block, unserved
+from fp8fn.ops.quantize_fused import unserved_by_blocks
 from fp8fn.ops.quantize_grouped import (
     DUAL_BLOCKS,
     GROUPED_BLOCKS,
@@ -186,10 +187,6 @@ def _silu_mul_grad_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Qu
     )  # fmt: skip
 
 
-def _unserved(q: Quantization) -> str | None:
-    return unserved(q) or cuda_blocks.accepts(q)
-
-
 def _reference(q: Quantization) -> Sequence[Tensor]:
     """Computed by plain PyTorch in float32, then quantized: by the other op where the format has a kernel."""
     assert q.other is not None
@@ -208,7 +205,7 @@ def _dispatch(op: str, inputs: tuple[str, str, str], operands: Callable[[Any, An
         operands=operands,
         kernels=(Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),),
         reference=_reference,
-        unserved=_unserved,
+        unserved=unserved_by_blocks,
     )
 
 

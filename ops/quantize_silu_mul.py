@@ -37,7 +37,6 @@ from fp8fn.ops.quantize import (
 )
 from fp8fn.ops.quantize_fused import check_silu_mul, quantize_silu_mul_kernel
 from fp8fn.ops.silu_mul import SAVED_BLOCK, SavedSiluMul, SiluMulBackward, empty_backward
-from fp8fn.ops.targets import Target
 
 if TYPE_CHECKING:
     from fp8fn.ops.cuda.quantize import silu_mul as cuda_silu_mul
@@ -110,7 +109,7 @@ def quantize_silu_mul_saved_reference(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> Saved:
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, _SAVED)
-    kept = _kept_type(targets.target_of(gate.device))
+    kept = targets.native_e4m3(targets.target_of(gate.device))
     return (
         *reference.quantize(reference.silu_mul(gate, up), pair, fp8, scale),
         *reference.quantize(gate, SAVED_BLOCK, kept, "fp32"),
@@ -122,7 +121,7 @@ def quantize_silu_mul_saved_fake(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> Saved:
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, _SAVED)
-    kept = _kept_type(targets.target_of(gate.device))
+    kept = targets.native_e4m3(targets.target_of(gate.device))
     return (
         *empty_dual(gate, pair, fp8, scale)[:2],
         *empty_dual(gate, SAVED_BLOCK, kept, "fp32")[:2],
@@ -173,10 +172,6 @@ def quantize_silu_mul_backward_kernel(  # noqa: PLR0913 - an op's signature
     return a, b, c, d, e, f, g, h, i, j
 
 
-def _kept_type(target: Target) -> torch.dtype:
-    return targets.native_e4m3(target)
-
-
 def kept_operand(data: Tensor, scales: Tensor | None) -> Quantized | Tensor:
     """`gate` or `up` of `SiluMulBackward`."""
     return data if scales is None else Quantized(data, scales, SAVED_BLOCK)
@@ -200,7 +195,8 @@ def _saved_operands(tensors: Sequence[Any], values: Sequence[Any]) -> SavedSiluM
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, _SAVED)
     target = targets.target_of(gate.device)
     of_gate, of_up = (
-        Quantization(x=x, block=SAVED_BLOCK, dtype=_kept_type(target), scale="fp32", target=target) for x in (gate, up)
+        Quantization(x=x, block=SAVED_BLOCK, dtype=targets.native_e4m3(target), scale="fp32", target=target)
+        for x in (gate, up)
     )
     product = Quantization(x=gate, other=up, source=SILU_MUL, block=pair, dtype=fp8, scale=scale, target=target)
     return SavedSiluMul(product=product, gate=of_gate, up=of_up)

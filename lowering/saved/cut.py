@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.nodes import input_of, value
+from fp8fn.lowering.graph.nodes import input_of, tensor_of
 from fp8fn.lowering.graph.quantizers import elementwise
 from fp8fn.lowering.graph.views import aten
 
@@ -166,20 +166,14 @@ def moves_of(node: Node) -> Iterator[Node]:
 
 def is_large(node: Node) -> bool:
     """Whether a tensor has enough elements; a size that is not known counts as large."""
-    sizes = [size if isinstance(size, int) else size.node.hint for size in _tensor(node).shape]
+    sizes = [size if isinstance(size, int) else size.node.hint for size in tensor_of(node).shape]
     return None in sizes or prod(sizes) >= LEAST_ELEMENTS
 
 
 def nbytes(node: Node) -> int:
     """The bytes of a tensor, with the sizes that a dynamic graph was traced with."""
-    sizes = [size if isinstance(size, int) else size.node.hint or 0 for size in _tensor(node).shape]
-    return prod(sizes) * _tensor(node).dtype.itemsize
-
-
-def _tensor(node: Node) -> Tensor:
-    found = value(node)
-    assert found is not None, node
-    return found
+    sizes = [size if isinstance(size, int) else size.node.hint or 0 for size in tensor_of(node).shape]
+    return prod(sizes) * tensor_of(node).dtype.itemsize
 
 
 def _is_size(node: Node) -> bool:

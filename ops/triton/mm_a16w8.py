@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.products import WeightProduct
@@ -21,7 +20,7 @@ from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile, tile_scales
-from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+from fp8fn.ops.triton.views import batch_stride, batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import MM_A16W8
 
 
@@ -211,10 +210,10 @@ def plan_mm_a16w8(product: WeightProduct, config: A16W8Config) -> tuple[TritonLa
             grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
             args={
                 "x": x, "w": w, "out": out, "w_scale": w_scale, "bias": bias, "M": m, "N": n, "K": k,
-                "x_b": _batch_stride(x, batch), "x_m": x.stride(1), "x_k": x.stride(2), "x_step": bk * x.stride(2),
-                "w_b": _batch_stride(w, batch), "w_k": w.stride(1), "w_n": w.stride(2), "w_step": bk * w.stride(1),
+                "x_b": batch_stride(x, batch), "x_m": x.stride(1), "x_k": x.stride(2), "x_step": bk * x.stride(2),
+                "w_b": batch_stride(w, batch), "w_k": w.stride(1), "w_n": w.stride(2), "w_step": bk * w.stride(1),
                 "out_b": out.stride(0), "out_m": out.stride(1),
-                "s_b": _batch_stride(w_scale, batch), "s_k": w_scale.stride(1), "s_n": w_scale.stride(2),
+                "s_b": batch_stride(w_scale, batch), "s_k": w_scale.stride(1), "s_n": w_scale.stride(2),
                 "bias_b": 0 if bias is None else bias.stride(0), "bias_n": 0 if bias is None else bias.stride(1),
             },
             constexprs={
@@ -226,10 +225,6 @@ def plan_mm_a16w8(product: WeightProduct, config: A16W8Config) -> tuple[TritonLa
             target=target,
         ),
     )  # fmt: skip
-
-
-def _batch_stride(x: Tensor, batch: int) -> int:
-    return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
 
 
 def configure(product: WeightProduct) -> A16W8Config:

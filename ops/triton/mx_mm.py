@@ -17,7 +17,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile
-from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+from fp8fn.ops.triton.views import batch_stride, batched, ceil_div, is_wide
 from fp8fn.ops.tuning.mx import MxConfig
 
 # Elements of the output that a program of the second launch adds.
@@ -172,18 +172,14 @@ def plan_mx_mm(product: ScaledProduct, config: MxConfig) -> tuple[TritonLaunch, 
 def strides(a: Tensor, b: Tensor, batch: int) -> dict[str, int]:
     """Strides of the data; a matrix beside a batch has a batch stride of 0."""
     return {
-        "a_b": _batch_stride(a, batch), "a_m": a.stride(1), "a_k": a.stride(2),
-        "b_b": _batch_stride(b, batch), "b_k": b.stride(1), "b_n": b.stride(2),
+        "a_b": batch_stride(a, batch), "a_m": a.stride(1), "a_k": a.stride(2),
+        "b_b": batch_stride(b, batch), "b_k": b.stride(1), "b_n": b.stride(2),
     }  # fmt: skip
 
 
 def scale_strides(a_scale: Tensor, b_scale: Tensor, batch: int) -> dict[str, int]:
     """Strides of the scales; a matrix beside a batch has a batch stride of 0."""
     return {
-        "as_b": _batch_stride(a_scale, batch), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
-        "bs_b": _batch_stride(b_scale, batch), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
+        "as_b": batch_stride(a_scale, batch), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
+        "bs_b": batch_stride(b_scale, batch), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
     }  # fmt: skip
-
-
-def _batch_stride(x: Tensor, batch: int) -> int:
-    return x.stride(0) if x.shape[0] == batch and batch > 1 else 0

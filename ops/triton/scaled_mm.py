@@ -6,7 +6,6 @@ from typing import Final
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, Block, swap
 from fp8fn.ops.products import ScaledProduct
@@ -15,7 +14,7 @@ from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.tile_order import grouped_tile, on_chiplet, scaled, tile_scales
-from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+from fp8fn.ops.triton.views import batch_stride, batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import SCALED_MM
 
 # The smallest extent along K of a scale: that of the smallest tile that `tl.dot` multiplies in FP8.
@@ -146,11 +145,11 @@ def plan_scaled_mm(product: ScaledProduct, config: GemmConfig | None = None) -> 
         grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={
             "a": a, "b": b, "out": out, "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "M": m, "N": n, "K": k,
-            "a_b": _batch_stride(a, batch), "a_m": a.stride(1), "a_k": a.stride(2),
-            "b_b": _batch_stride(b, batch), "b_k": b.stride(1), "b_n": b.stride(2),
+            "a_b": batch_stride(a, batch), "a_m": a.stride(1), "a_k": a.stride(2),
+            "b_b": batch_stride(b, batch), "b_k": b.stride(1), "b_n": b.stride(2),
             "out_b": out.stride(0), "out_m": out.stride(1), "out_n": out.stride(2),
-            "as_b": _batch_stride(a_scale, batch), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
-            "bs_b": _batch_stride(b_scale, batch), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
+            "as_b": batch_stride(a_scale, batch), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
+            "bs_b": batch_stride(b_scale, batch), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
         },
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP,
@@ -175,10 +174,6 @@ def check_blocks(a_block: Block, b_block: Block) -> None:
     ):
         if along_k != WHOLE and along_k < _LEAST_K:
             raise ValueError(f"{name} is {block}: a scale must hold for at least {_LEAST_K} elements along K: {remedy}")
-
-
-def _batch_stride(x: Tensor, batch: int) -> int:
-    return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
 
 
 def configured(product: ScaledProduct) -> tuple[GemmConfig, str]:

@@ -12,6 +12,11 @@ def batched(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 2 else x
 
 
+def batch_stride(x: Tensor, batch: int) -> int:
+    """From a matrix to the next; 0 where one serves the whole batch."""
+    return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
+
+
 def is_wide(*tensors: Tensor | None) -> bool:
     """Whether an element lies at an offset that needs more than 32 bits."""
     return any(largest_offset(tensor) > _LARGEST_INT32 for tensor in tensors if tensor is not None)
