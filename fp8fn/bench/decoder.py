@@ -123,7 +123,7 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     ]
 
 
-SUITES = {"decoder": Suite(SHAPES, cases, tables.linear)}
+SUITES = {"decoder": Suite(SHAPES, cases, tables.products)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,7 +59,7 @@ def ceiling_case(layer: Layer) -> Case:
 
 
 SUITES = {
-    "anchors": Suite(ANCHORS, cases, tables.forward),
+    "anchors": Suite(ANCHORS, cases, tables.products),
     "small": Suite(SMALL, cases, tables.small, graphs=True),
     "deepgemm": Suite(DEEPGEMM, cases, tables.layers),
 }

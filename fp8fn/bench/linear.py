@@ -63,7 +63,7 @@ def step(layer: Layer, linear: Linear) -> Call:
 
 
 SUITES = {
-    "linear": Suite(TRAINING, cases, tables.linear),
+    "linear": Suite(TRAINING, cases, tables.products),
     "llm84": Suite(llm84.SHAPES, llm84.cases, tables.llm84, llm84.SCHEDULE),
 }
 

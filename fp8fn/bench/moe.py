@@ -343,13 +343,13 @@ def _composed(x: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor) -> Tens
 
 
 SUITES = {
-    "forward": Suite(PRODUCTS, forward_cases, tables.forward, axes="E,M,N,K"),
+    "forward": Suite(PRODUCTS, forward_cases, tables.products, axes="E,M,N,K"),
     "few": Suite(FEW, few_cases, tables.layers, axes="E,M,N,K"),
-    "wgrad": Suite(PRODUCTS, wgrad_cases, tables.wgrad, axes="E,M,N,K"),
+    "wgrad": Suite(PRODUCTS, wgrad_cases, tables.products, axes="E,M,N,K"),
     "deepgemm": Suite(DEEPGEMM_GROUPS, forward_cases, tables.layers, axes="E,M,N,K"),
     "deepgemm-masked": Suite(DEEPGEMM_MASKED, masked_cases, tables.layers, axes="E,M,C,N,K"),
     "deepgemm-wgrad": Suite(DEEPGEMM_WGRAD, wgrad_cases, tables.layers, axes="E,M,N,K"),
-    "mlp": Suite(MLP, mlp_cases, tables.linear, axes="E,M,N,K"),
+    "mlp": Suite(MLP, mlp_cases, tables.products, axes="E,M,N,K"),
     "layer": Suite(LAYERS, layer_cases, tables.layers, axes="E,M,N,K"),
     "quant": Suite(TOKENS, quant_cases, tables.quant, SCHEDULE, axes="G,M,N"),
     "weights": Suite(WEIGHTS, weight_cases, tables.quant, SCHEDULE, axes="E,K,N"),

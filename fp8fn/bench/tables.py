@@ -27,10 +27,10 @@ def terminal(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.us is not None and row.us_q1 is not None and row.us_q3 is not None:
             name = (",".join(map(str, row.shape)), row.peer, row.case)
-            spread = _number(100 * (row.us_q3 - row.us_q1) / row.us, 1)
-            times = (_number(row.us, 1), spread, _number(row.graph_us, 1), _number(row.host_us, 0))
-            snr = " / ".join(_number(value, 1) for value in row.snr_db.values()) + (" WRONG" if row.wrong else "")
-            body.append((*name, *times, rate(row.rate), _number(row.percent, 0), snr))
+            spread = number(100 * (row.us_q3 - row.us_q1) / row.us)
+            times = (number(row.us), spread, number(row.graph_us), number(row.host_us, "{:.0f}"))
+            snr = " / ".join(number(value) for value in row.snr_db.values()) + (" WRONG" if row.wrong else "")
+            body.append((*name, *times, rate(row.rate), number(row.percent, "{:.0f}"), snr))
     unit = rows[0].unit if rows else ""
     headers = ("shape", "by", "case", "µs", "IQR %", "graph µs", "host µs", unit, "% of ceiling", "SNR dB")
     alignment = ("left", "left", "left", *["right"] * 7)
@@ -40,15 +40,7 @@ def terminal(rows: Sequence[Row]) -> str:
     return "\n".join([*table, *missing])
 
 
-def forward(run: dict[str, Any]) -> str:
-    return _rates(run, "TFLOP/s")
-
-
-def wgrad(run: dict[str, Any]) -> str:
-    return _rates(run, "TFLOP/s")
-
-
-def linear(run: dict[str, Any]) -> str:
+def products(run: dict[str, Any]) -> str:
     return _rates(run, "TFLOP/s")
 
 
@@ -60,7 +52,7 @@ def small(run: dict[str, Any]) -> str:
     """Microseconds of a call, and in brackets those of its CUDA graph."""
 
     def cell(row: Row) -> str:
-        return _number(row.us, 1) + (f" ({row.graph_us:.1f})" if row.graph_us is not None else "")
+        return number(row.us) + (f" ({row.graph_us:.1f})" if row.graph_us is not None else "")
 
     return _by_shape(run, "µs (as a CUDA graph)", cell, _worst_snr)
 
@@ -162,7 +154,7 @@ def _by_shape(
 
 
 def _worst_snr(rows: Sequence[Row]) -> str:
-    return _number(worst(value for row in rows for value in row.snr_db.values()), 1)
+    return number(worst(value for row in rows for value in row.snr_db.values()))
 
 
 def _both_rates(group: Iterable[Pair], products: int, time: Callable[[Times], float]) -> str:
@@ -199,5 +191,5 @@ def rate(value: float | None) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def number(value: float | None, form: str = "{:.1f}") -> str:
+    return "" if value is None else form.format(value)

@@ -49,8 +49,8 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
 
 SUITES = {
-    "wgrad": Suite(TRAINING, cases, tables.wgrad),
-    "anchors": Suite(ANCHORS, cases, tables.wgrad),
+    "wgrad": Suite(TRAINING, cases, tables.products),
+    "anchors": Suite(ANCHORS, cases, tables.products),
 }
 
 

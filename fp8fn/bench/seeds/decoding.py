@@ -9,9 +9,10 @@ from typing import Final, NamedTuple
 
 from fp8fn.bench import decode
 from fp8fn.bench.measure import Row
-from fp8fn.bench.seeds.figures import Column, Figures, number, paragraphs, ratio, significant, sizes, table
+from fp8fn.bench.seeds.figures import Column, Figures, paragraphs, ratio, significant, sizes, table
 from fp8fn.bench.seeds.protocols import BATCHED, ROUTED, Shape
 from fp8fn.bench.shapes import MX_PARALLEL
+from fp8fn.bench.tables import number
 
 _BATCHED, _DENSE, _EXPERTS = "products", "dense", "experts"
 _MX, _PLAIN, _BF16 = "fp8fn MX-FP8", "triton dot_scaled", "torch bf16"

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from fp8fn.bench import moe
-from fp8fn.bench.seeds.figures import Column, Figures, number, paragraphs, ratio, sizes, table
+from fp8fn.bench.seeds.figures import Column, Figures, paragraphs, ratio, sizes, table
 from fp8fn.bench.seeds.protocols import Shape
+from fp8fn.bench.tables import number
 
 PART: Final = "layers"
 

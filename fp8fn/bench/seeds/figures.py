@@ -72,10 +72,6 @@ def table(figures: Figures, items: Iterable[Any], columns: Sequence[Column]) -> 
     return tables.markdown(body, [column.header for column in shown]) if body else ""
 
 
-def number(value: float | None, form: str = "{:.1f}") -> str:
-    return "" if value is None else form.format(value)
-
-
 def significant(value: float | None) -> str:
     """Three significant digits, and whole numbers from 1000 on."""
     if value is None:

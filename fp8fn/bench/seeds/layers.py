@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple
 from fp8fn.bench import llm84, shapes
 from fp8fn.bench.accuracy import worst
 from fp8fn.bench.llm84 import Pair, Times
-from fp8fn.bench.seeds.figures import Column, Figures, change, number, paragraphs, significant, table
+from fp8fn.bench.seeds.figures import Column, Figures, change, paragraphs, significant, table
+from fp8fn.bench.tables import number
 
 PART: Final = "layers"
 # The layer that Primus-Turbo's main fails, which its geometric means leave out.

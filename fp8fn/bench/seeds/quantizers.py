@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from fp8fn.bench import moe
-from fp8fn.bench.seeds.figures import Column, Figures, change, number, paragraphs, sizes, table
+from fp8fn.bench.seeds.figures import Column, Figures, change, paragraphs, sizes, table
 from fp8fn.bench.seeds.protocols import BY_GROUP, TRANSPOSED, WEIGHTS, Shape
+from fp8fn.bench.tables import number
 
 GPUS: Final = {"MI300X": "003-mi300x", "H100": "003-h100", "MI250X": "003-mi250x"}
 _COPY: Final = "torch copy"

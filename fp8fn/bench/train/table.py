@@ -33,7 +33,7 @@ def of_run(run: Mapping[str, Any]) -> str:
     """A Markdown table of a run, and below it why variants have no figures, the attention, and the provenance."""
     rows = run["rows"]
     body = [_cells(run, row) for row in rows if "losses" in row]
-    lines = [title(run), "", tables.markdown(body, HEADERS, left=0), "", *_profiles(rows)]
+    lines = [title(run), "", tables.markdown(body, HEADERS), "", *_profiles(rows)]
     lines += [f"{row['variant']}: n/a: {row[key]}." for row in rows for key in ("unavailable", "failed") if key in row]
     environment = run["environment"]
     versions = f"torch {environment['torch']}, Triton {environment['triton']}"
@@ -55,7 +55,7 @@ def _profiles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
         for name, profile in profiles
     ]
-    return [tables.markdown(body, ("ms of a step by kind of kernel", *KINDS, "all"), left=0), ""]
+    return [tables.markdown(body, ("ms of a step by kind of kernel", *KINDS, "all")), ""]
 
 
 def title(run: Mapping[str, Any]) -> str:
@@ -88,18 +88,18 @@ def _cells(run: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     used = utilisation(run, forward_backward) if forward_backward else None
     return [
         f"`{row['variant']}`",
-        _number(forward_backward, "{:.2f}"),
-        _number(speedup(row, "forward_backward_ms"), "{:.3f}x"),
-        _number(best_torchao(row, "forward_backward_ms"), "{:.3f}x"),
-        _number(step, "{:.2f}"),
-        _number(speedup(row, "step_ms"), "{:.3f}x"),
-        _number(1e3 * tokens / step if step else None, "{:.0f}"),
-        _number(100 * used if used else None, "{:.1f}"),
-        _number(_scaled(row.get("peak_bytes"), 1e-9), "{:.2f}"),
-        _number(_ratio(row, bf16, "peak_bytes"), "{:.3f}x"),
-        _number(_scaled(row.get("step_peak_bytes"), 1e-9), "{:.2f}"),
-        _number(_scaled(row.get("kept_bytes_per_token_and_layer"), 1 / 1024), "{:.1f}"),
-        _number(_ratio(row, bf16, "kept_bytes_per_token_and_layer"), "{:.3f}x"),
+        tables.number(forward_backward, "{:.2f}"),
+        tables.number(speedup(row, "forward_backward_ms"), "{:.3f}x"),
+        tables.number(best_torchao(row, "forward_backward_ms"), "{:.3f}x"),
+        tables.number(step, "{:.2f}"),
+        tables.number(speedup(row, "step_ms"), "{:.3f}x"),
+        tables.number(1e3 * tokens / step if step else None, "{:.0f}"),
+        tables.number(100 * used if used else None, "{:.1f}"),
+        tables.number(_scaled(row.get("peak_bytes"), 1e-9), "{:.2f}"),
+        tables.number(_ratio(row, bf16, "peak_bytes"), "{:.3f}x"),
+        tables.number(_scaled(row.get("step_peak_bytes"), 1e-9), "{:.2f}"),
+        tables.number(_scaled(row.get("kept_bytes_per_token_and_layer"), 1 / 1024), "{:.1f}"),
+        tables.number(_ratio(row, bf16, "kept_bytes_per_token_and_layer"), "{:.3f}x"),
         f"{row['first_step_s']:.1f}" + (" (cached)" if row["cached_graphs"] else ""),
         f"{row['losses'][-1]:.4f}",
     ]
@@ -112,7 +112,3 @@ def _ratio(row: Mapping[str, Any], other: Mapping[str, Any], figure: str) -> flo
 
 def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
