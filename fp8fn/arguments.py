@@ -72,6 +72,11 @@ def _first_wrong(
     return None
 
 
+def optional(check: Check) -> Check:
+    """A check that None passes too."""
+    return lambda op, name, value: None if value is None else check(op, name, value)
+
+
 def operand(op: str, name: str, value: object) -> None:
     """A tensor or a `ScaledTensor`."""
     if isinstance(value, GroupedScaledTensor):
@@ -122,11 +127,6 @@ def activations(op: str, name: str, value: object) -> None:
     check_activations(op, value)
 
 
-def optional_tensor(op: str, name: str, value: object) -> None:
-    if value is not None:
-        tensor(op, name, value)
-
-
 def floats(op: str, name: str, value: object) -> None:
     """A floating-point tensor of 16 or 32 bits."""
     if isinstance(value, (ScaledTensor, GroupedScaledTensor)):
@@ -157,27 +157,15 @@ def offsets(op: str, name: str, value: object) -> None:
     """The end offsets of groups."""
     if value is None:
         raise TypeError(f"{op}: {name} is None; use a tensor of torch.int32, the end of each group")
-    optional_offsets(op, name, value)
-
-
-def optional_offsets(op: str, name: str, value: object) -> None:
-    """The end offsets of groups, or None."""
-    if value is None:
-        return
-    if isinstance(value, (list, tuple)):
-        remedy = f"use torch.tensor({name}, dtype=torch.int32), on the device of the tokens"
-        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; {remedy}")
-    _strided(op, name, value, "a tensor of torch.int32")
+    counts(op, name, value, "tokens")
     assert isinstance(value, Tensor)
     check_ends(op, value)
 
 
-def optional_counts(op: str, name: str, value: object) -> None:
-    """The number of rows of each expert, or None."""
-    if value is None:
-        return
+def counts(op: str, name: str, value: object, counted: str = "rows") -> None:
+    """The number of rows of each expert."""
     if isinstance(value, (list, tuple)):
-        remedy = f"use torch.tensor({name}, dtype=torch.int32), on the device of the rows"
+        remedy = f"use torch.tensor({name}, dtype=torch.int32), on the device of the {counted}"
         raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; {remedy}")
     _strided(op, name, value, "a tensor of torch.int32")
 
@@ -199,11 +187,6 @@ def any_quantized(op: str, name: str, value: object) -> None:
 def block(op: str, name: str, value: object) -> None:
     if known_block(value) is None:
         raise unknown_block(f"{op}: {name}", value)
-
-
-def optional_block(op: str, name: str, value: object) -> None:
-    if value is not None:
-        block(op, name, value)
 
 
 def tokens_block(op: str, name: str, value: object) -> None:
@@ -251,11 +234,6 @@ def count(op: str, name: str, value: object) -> None:
         raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use an int, 1 at least")
     if value < 1:
         raise ValueError(f"{op}: {name}={value} is under 1; use an int, 1 at least")
-
-
-def optional_count(op: str, name: str, value: object) -> None:
-    if value is not None:
-        count(op, name, value)
 
 
 def function(op: str, name: str, value: object) -> None:

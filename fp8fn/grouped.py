@@ -21,8 +21,8 @@ Operand: TypeAlias = "Tensor | ScaledTensor | GroupedScaledTensor"
 @checked(
     a=arguments.grouped_operand,
     b=arguments.grouped_operand,
-    offsets=arguments.optional_offsets,
-    counts=arguments.optional_counts,
+    offsets=arguments.optional(arguments.offsets),
+    counts=arguments.optional(arguments.counts),
     bias=arguments.bias,
     out_dtype=arguments.out_dtype,
 )

@@ -51,8 +51,8 @@ def sort_tokens(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tenso
     expert_ids=arguments.tensor,
     num_tokens_post_padded=arguments.tensor,
     top_k=arguments.count,
-    a_div=arguments.optional_count,
-    token_weights=arguments.optional_tensor,
+    a_div=arguments.optional(arguments.count),
+    token_weights=arguments.optional(arguments.tensor),
     out_dtype=arguments.out_dtype,
 )
 def moe_gemm(  # noqa: PLR0913  an op's signature

@@ -25,7 +25,7 @@ _FORMAT: Final[dict[str, arguments.Check]] = {
     "dtype": arguments.fp8_dtype,
     "scale": arguments.scale,
 }
-_DUAL: Final[dict[str, arguments.Check]] = {**_FORMAT, "dual_block": arguments.optional_block}
+_DUAL: Final[dict[str, arguments.Check]] = {**_FORMAT, "dual_block": arguments.optional(arguments.block)}
 
 
 @checked(x=arguments.matrix, **_FORMAT)

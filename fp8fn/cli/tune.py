@@ -76,7 +76,7 @@ def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
         print("\n".join(f"{problem}: {listed(problem, chip)}" for problem in problems))
         return 0
     _check_tqdm(parser)
-    bench = cast(Bench, bench) if bench else _gpu_bench(parser, args.device, warm=bool(problems))
+    bench = cast(Bench, bench) if bench else DeviceBench(*_gpu(parser, args.device, warm=bool(problems)))
     try:
         outcome = sweep(problems, bench, force=args.force, budget=args.budget)
     except NotKept as error:
@@ -191,10 +191,6 @@ def comparison(first: table.Table, second: table.Table) -> str:
             f"the geometric mean of {beside.problems}, at least {100 * beside.least:.1f} %"
         )
     return "\n".join(lines)
-
-
-def _gpu_bench(parser: argparse.ArgumentParser, device: torch.device, *, warm: bool) -> Bench:
-    return DeviceBench(*_gpu(parser, device, warm=warm))
 
 
 def _tune_op(

@@ -36,9 +36,8 @@ class NotKept(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many problems are tuned now, how many are not, and why some of these failed: a line each."""
+    """How many problems are not tuned now, and why some of these failed: a line each."""
 
-    done: int
     left: int
     failures: tuple[str, ...] = ()
 
@@ -60,7 +59,7 @@ def each(
     from tqdm import tqdm
 
     ended = _Ended(path)
-    began, done, failures = time.perf_counter(), 0, []
+    began, left, failures = time.perf_counter(), len(todo), []
     with tqdm(total=len(todo), unit="product", disable=not todo) as bar:
         for problem in sorted(todo, key=lambda problem: name(problem) in ended.names):  # those come last
             if budget is not None and time.perf_counter() - began >= budget:
@@ -85,10 +84,10 @@ def each(
             ended.over(name(problem))
             if failure is None:
                 _kept(path, partial(keep, problem, row))
-                done += 1
+                left -= 1
             _free()
             bar.update()
-    return Outcome(done, len(todo) - done, tuple(failures))
+    return Outcome(left, tuple(failures))
 
 
 class _Ended:

@@ -18,6 +18,7 @@ from fp8fn.bench.decode import BATCH_ROWS, BLOCK, BLOCK_M, EXPERTS, MX_ROWS, ROW
 from fp8fn.bench.shapes import BATCH_DECODE, DECODE, LLM84, MX_MOE, MX_WEIGHTS
 from fp8fn.cli import tune_loop
 from fp8fn.cli.tune_loop import NotKept, Outcome
+from fp8fn.ops import moe_gemm, mx_mm
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.targets import Chip, Target, hopper_fault, target_of_chip
 from fp8fn.ops.tuning import (
@@ -169,14 +170,14 @@ OPS: Final[Mapping[str, Tuned]] = {
         form=mx_table.MX_FORM,
         keys=_mx_keys,
         shapes=tuple((m, n, k) for k, n in MX_WEIGHTS for m in MX_ROWS),
-        default=op_defaults.mx_default,
+        default=partial(op_defaults.default_of, mx_mm.KERNELS),
         bench=chain_device.mx_bench,
     ),
     "moe_gemm": Tuned(
         form=mx_table.MOE_FORM,
         keys=_moe_keys,
         shapes=MX_MOE,
-        default=op_defaults.moe_default,
+        default=partial(op_defaults.default_of, moe_gemm.KERNELS),
         bench=chain_device.moe_bench,
     ),
 }

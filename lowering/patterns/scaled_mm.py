@@ -33,7 +33,7 @@ from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Table, lookup, tables
 
 NAME: Final = "scaled_mm"
-PRODUCTS: Final = tuple(getattr(aten, name).default for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(aten, name))
+PRODUCTS: Final = (aten._scaled_mm.default, aten._scaled_mm_v2.default)
 # The pairs of scalings in ATen's order (get_joint_scaling in ScaledBlas.cpp); ATen uses the first pair that fits.
 _PAIRS: Final[tuple[tuple[Block, Block], ...]] = (
     ((WHOLE, WHOLE), (WHOLE, WHOLE)),

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm
-from fp8fn.ops.kernel import choose
+from fp8fn.ops import mm_a16w8
+from fp8fn.ops.kernel import Kernel, choose
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import native_e4m3
 from fp8fn.ops.tuning.measured import candidate_name
-from fp8fn.ops.tuning.mx import MoeProblem, Problem
 from fp8fn.ops.tuning.weight import WeightProblem
 
 
-def mx_default(problem: Problem) -> str:
-    choice = choose(problem, mx_mm.KERNELS)
-    return candidate_name(choice.name, choice.config)
-
-
-def moe_default(problem: MoeProblem) -> str:
-    choice = choose(problem, moe_gemm.KERNELS)
+def default_of(kernels: Sequence[Kernel], problem: Any) -> str:
+    choice = choose(problem, kernels)
     return candidate_name(choice.name, choice.config)
 
 
@@ -37,5 +33,4 @@ def weight_default(problem: WeightProblem) -> str:
     scaled = Quantized(w, empty_scale(w, problem.block, "fp32"), problem.block)
     target = replace(problem.target, multiprocessors=problem.cores)
     product = WeightProduct(x=x, w=scaled, out=out, target=target, constant=problem.constant)
-    choice = choose(product, mm_a16w8.KERNELS)
-    return candidate_name(choice.name, choice.config)
+    return default_of(mm_a16w8.KERNELS, product)

@@ -323,7 +323,8 @@ def tuned_after(count: int, asked: list[Problem], monkeypatch: pytest.MonkeyPatc
 
     assert sweep.tune is tune.tune
     monkeypatch.setattr(tune, "tune", one)
-    monkeypatch.setattr(tune, "_gpu_bench", lambda *_, **__: SimpleNamespace(chip=CHIP, clock=None))
+    monkeypatch.setattr(tune, "_gpu", lambda *_, **__: ())
+    monkeypatch.setattr(tune, "DeviceBench", lambda: SimpleNamespace(chip=CHIP, clock=None))
     monkeypatch.setattr(tune, "_chip", lambda *_: CHIP)
 
 
