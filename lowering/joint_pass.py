@@ -58,32 +58,39 @@ def apply(graph: Graph, everything: bool = False, invariant: bool = False) -> li
     With `everything`, patterns also substitute products that no measurement shows to be faster. With `invariant`, each
     product is batch-invariant.
     """
-    origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
-    found = []
     grouped: Callable[[Graph], Iterator[Substitution]] = partial(scaled_grouped_mm.substitute, everything=everything)
-    for pattern in (*PATTERNS, grouped):
+
+    def substitutions() -> Iterator[Substitution]:
+        for pattern in (*PATTERNS, grouped):
+            if invariant:
+                batch_invariant.mark(graph)
+            yield from pattern(graph)
         if invariant:
             batch_invariant.mark(graph)
-        for substitution in pattern(graph):
-            origin, backward = origins.get(substitution.node, ("", False))
-            found.append(replace(substitution, origin=origin, backward=backward))
-    if invariant:
-        batch_invariant.mark(graph)
-    merged = merge_quantizers(graph)
-    if any(substitution.reason is None for substitution in found):
+        if (merged := merge_quantizers(graph)) > 0:
+            _LOG.info("%d quantizers of tensors that another one quantizes so: left out", merged)
+
+    return reported(graph, substitutions(), lambda found: "(M,N,K)=({},{},{})".format(*found.shape), _listeners)
+
+
+def reported(
+    graph: Graph,
+    substitutions: Iterator[Substitution],
+    sizes: Callable[[Substitution], str],
+    listeners: list[list[Substitution]],
+) -> list[Substitution]:
+    """Substitutes, and tells the log and the listeners what was done, with each product's origin."""
+    origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
+    found = []
+    for substitution in substitutions:
+        origin, backward = origins.get(substitution.node, ("", False))
+        found.append(replace(substitution, origin=origin, backward=backward))
+    if any(each.reason is None for each in found):
         graph.eliminate_dead_code()
         graph.lint()
-    if merged:
-        _LOG.info("%d quantizers of tensors that another one quantizes so: left out", merged)
-    for substitution in found:
-        _LOG.info(
-            "%s %s (M,N,K)=(%s,%s,%s): %s",
-            substitution.source,
-            substitution.target,
-            *substitution.shape,
-            substitution.reason or substitution.made,
-        )
-    for listener in _listeners:
+    for each in found:
+        _LOG.info("%s %s %s: %s", each.source, each.target, sizes(each), each.reason or each.made)
+    for listener in listeners:
         listener += found
     return found
 
