@@ -61,46 +61,37 @@ def forward_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     found = []
     for distribution in _DISTRIBUTIONS:
         experts = Experts(shape, distribution, device)
-
-        def case(peer: str, name: str, build: Callable[[], Call], experts: Experts = experts) -> Case:
-            return Case(peer, name, build, lambda out: {"out": experts.out_snr_db(out)}, experts.operations)
-
-        found += [
-            case("fp8fn", f"1x128·128x128, {distribution}", partial(_blockwise, experts)),
-            case("torch", f"rowwise, {distribution}", partial(_torch_rowwise, experts)),
-        ]
+        found.append(_case(experts, "fp8fn", f"1x128·128x128, {distribution}", _blockwise))
+        found.append(_case(experts, "torch", f"rowwise, {distribution}", _torch_rowwise))
         if distribution == "balanced":
-            found.append(case("torch", "bf16", partial(_torch_bf16, experts)))
-            found.append(case("torch", "bf16, a loop over experts", partial(_loop, experts)))
-            found.append(case("deep_gemm", "1x128·128x128, balanced", partial(_deep_gemm, experts)))
+            found.append(_case(experts, "torch", "bf16", _torch_bf16))
+            found.append(_case(experts, "torch", "bf16, a loop over experts", _loop))
+            found.append(_case(experts, "deep_gemm", "1x128·128x128, balanced", _deep_gemm))
     return found
+
+
+def _case(experts: Any, peer: str, name: str, build: Callable[[Any], Call]) -> Case:
+    """A product of `Experts` or `CountedExperts`."""
+    return Case(peer, name, partial(build, experts), lambda out: {"out": experts.out_snr_db(out)}, experts.operations)
 
 
 def few_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     experts = Experts(shape, "zipf", device)
-
-    def case(peer: str, name: str, build: Callable[[], Call]) -> Case:
-        return Case(peer, name, build, lambda out: {"out": experts.out_snr_db(out)}, experts.operations)
-
     return [
-        case("fp8fn", "16 bits·128x128", partial(_unquantized, experts)),
-        case("fp8fn", "1x128·128x128", partial(_blockwise, experts)),
-        case("torch", "bf16", partial(_torch_bf16, experts)),
+        _case(experts, "fp8fn", "16 bits·128x128", _unquantized),
+        _case(experts, "fp8fn", "1x128·128x128", _blockwise),
+        _case(experts, "torch", "bf16", _torch_bf16),
     ]
 
 
 def masked_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     """The cases of one shape `(E, M, C, N, K)`. DeepGEMM leaves the rows past a count unwritten."""
     experts = CountedExperts(shape, device)
-
-    def case(peer: str, name: str, build: Callable[[], Call]) -> Case:
-        return Case(peer, name, build, lambda out: {"out": experts.out_snr_db(out)}, experts.operations)
-
     return [
-        case("fp8fn", "1x128·128x128, zeros past the counts", partial(_masked, experts, zeros=True)),
-        case("fp8fn", "1x128·128x128", partial(_masked, experts, zeros=False)),
-        case("deep_gemm", "1x128·128x128", partial(_deep_gemm_masked, experts)),
-        case("torch", "bf16, rows one after the other", partial(_torch_bf16_rows, experts)),
+        _case(experts, "fp8fn", "1x128·128x128, zeros past the counts", partial(_masked, zeros=True)),
+        _case(experts, "fp8fn", "1x128·128x128", partial(_masked, zeros=False)),
+        _case(experts, "deep_gemm", "1x128·128x128", _deep_gemm_masked),
+        _case(experts, "torch", "bf16, rows one after the other", _torch_bf16_rows),
     ]
 
 
