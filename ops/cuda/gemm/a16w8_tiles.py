@@ -40,24 +40,21 @@ _LONG: Final = 8  # stages of K, of a block's part that may not be read early
 
 
 @dataclass(frozen=True)
-class A16W8TilesConfig:
-    """How blocks divide a product; `a16w8_tiles.cu` says what each does.
+class ClusterConfig:
+    """How blocks divide a product; `a16w8_tiles.cu` and `splitk_a16w8.cu` say what each does.
 
     `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
-    a multiprocessor at once; `LATE`, when the next launch may begin; `HELD` stages of the weight in registers, of which
-    `READY`, of a constant one, before x is waited for: blocks have equally long parts then, and as many stages;
-    `X_OVER`, whether x comes to lie in their place.
+    a multiprocessor at once; `LATE`, when the next launch may begin; `HELD` stages of the weight, which are widened
+    ahead: blocks have equally long parts then, and as many stages.
     """
 
     ROWS: int
     WARPS_N: int = 4
     STAGES: int = 0
     CLUSTER: int = 1
-    RESIDENT: int = 4
+    RESIDENT: int = 2
     LATE: bool = False
     HELD: int = 0
-    READY: int = 0
-    X_OVER: bool = False
 
     @property
     def BN(self) -> int:
@@ -71,6 +68,19 @@ class A16W8TilesConfig:
         """The most that a block has."""
         return -(-stages_of(k) // self.CLUSTER)
 
+    def __str__(self) -> str:
+        late = " late" * self.LATE + f" held{self.HELD}" * (self.HELD > 0)
+        return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
+
+
+@dataclass(frozen=True)
+class A16W8TilesConfig(ClusterConfig):
+    """`READY` of the held stages, of a constant weight, come before x is waited for; `X_OVER`: x overwrites them."""
+
+    RESIDENT: int = 4
+    READY: int = 0
+    X_OVER: bool = False
+
     def shared(self, k: int, w_block: Block, parts: int) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and x and scales of a block's part of K."""
         steps, arriving = self.steps(k), arriving_bytes(self.ROWS, self.WARPS_N, self.CLUSTER)
@@ -79,8 +89,7 @@ class A16W8TilesConfig:
         return before + x + scale_bytes(steps, self.BN, w_block)
 
     def __str__(self) -> str:
-        late = " late" * self.LATE + f" held{self.HELD} ready{self.READY}" * (self.HELD > 0) + " over" * self.X_OVER
-        return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
+        return f"{super().__str__()}{f' ready{self.READY}' * (self.HELD > 0)}{' over' * self.X_OVER}"
 
 
 def arriving_bytes(rows: int, warps_n: int, cluster: int) -> int:

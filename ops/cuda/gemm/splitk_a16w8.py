@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
-from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STAGE_K, arriving_bytes, scale_bytes, stages_of
+from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STAGE_K, ClusterConfig, arriving_bytes, scale_bytes, stages_of
 from fp8fn.ops.cuda.gemm.operands import as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import (
@@ -35,47 +35,18 @@ _FEW: Final = 8  # rows
 
 
 @dataclass(frozen=True)
-class SplitKConfig:
-    """How blocks divide a product; `splitk_a16w8.cu` says what each does.
-
-    `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
-    a multiprocessor at once; `LATE`, when the next launch may begin; `HELD` stages of the weight are widened ahead:
-    blocks have equally long parts then, and as many stages.
-    """
-
-    ROWS: int
-    WARPS_N: int = 4
-    STAGES: int = 0
-    CLUSTER: int = 1
-    RESIDENT: int = 2
-    LATE: bool = False
-    HELD: int = 0
-
-    @property
-    def BN(self) -> int:
-        return 16 * self.WARPS_N
-
-    @property
-    def threads(self) -> int:
-        return 32 * (self.WARPS_N + (not self.HELD))
+class SplitKConfig(ClusterConfig):
+    """A ring of stages that hold both operands."""
 
     @property
     def stage(self) -> int:
         """Bytes of shared memory: both operands and two barriers."""
         return (self.BN + 2 * self.ROWS) * STAGE_K + 16
 
-    def steps(self, k: int) -> int:
-        """The most that a block has."""
-        return -(-stages_of(k) // self.CLUSTER)
-
     def shared(self, k: int, w_block: Block) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and the scales of a block's part of K."""
         arriving = arriving_bytes(self.ROWS, self.WARPS_N, self.CLUSTER)
         return self.STAGES * self.stage + arriving + 24 + scale_bytes(self.steps(k), self.BN, w_block)
-
-    def __str__(self) -> str:
-        late = " late" * self.LATE + f" held{self.HELD}" * (self.HELD > 0)
-        return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
 
 
 @cache
