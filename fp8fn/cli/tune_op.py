@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -18,16 +18,19 @@ from fp8fn.bench.decode import BATCH_ROWS, BLOCK, BLOCK_M, EXPERTS, MX_ROWS, ROW
 from fp8fn.bench.shapes import BATCH_DECODE, DECODE, LLM84, MX_MOE, MX_WEIGHTS
 from fp8fn.cli import tune_loop
 from fp8fn.cli.tune_loop import NotKept, Outcome
-from fp8fn.ops import moe_gemm, mx_mm
+from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm
 from fp8fn.ops.cuda.limits import ceil_power_of_two
-from fp8fn.ops.targets import Chip, Target, hopper_fault, target_of_chip
+from fp8fn.ops.kernel import Kernel, choose
+from fp8fn.ops.layout import empty_scale
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import Chip, Target, hopper_fault, native_e4m3, target_of_chip
 from fp8fn.ops.tuning import (
     chain_device,
     grouped_mm_table,
     grouped_table,
     measured,
     mx_table,
-    op_defaults,
     op_sweep,
     triton_table,
     weight_table,
@@ -132,6 +135,24 @@ def _moe_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
     return ((ceil_power_of_two(tokens * TOP_K), n, k, EXPERTS, BLOCK_M),)
 
 
+def _default_of(kernels: Sequence[Kernel], problem: Any) -> str:
+    choice = choose(problem, kernels)
+    return candidate_name(choice.name, choice.config)
+
+
+def _weight_default(problem: WeightProblem) -> str:
+    """The default for operands that lie as kernels take them."""
+    lead = (problem.batch,) if problem.batch > 1 else ()
+    x, out = (
+        torch.empty(*lead, problem.m, size, dtype=problem.x_dtype, device="meta") for size in (problem.k, problem.n)
+    )
+    w = torch.empty(*lead, problem.n, problem.k, dtype=native_e4m3(problem.target), device="meta").mT
+    scaled = Quantized(w, empty_scale(w, problem.block, "fp32"), problem.block)
+    target = replace(problem.target, multiprocessors=problem.cores)
+    product = WeightProduct(x=x, w=scaled, out=out, target=target, constant=problem.constant)
+    return _default_of(mm_a16w8.KERNELS, product)
+
+
 OPS: Final[Mapping[str, Tuned]] = {
     "scaled_mm": Tuned(
         form=triton_table.FORM,
@@ -163,21 +184,21 @@ OPS: Final[Mapping[str, Tuned]] = {
             *((m, n, k) for k, n in DECODE for m in ROWS),
             *((m, n, k) for k, n in BATCH_DECODE for m in BATCH_ROWS),
         ),
-        default=op_defaults.weight_default,
+        default=_weight_default,
         bench=chain_device.weight_bench,
     ),
     "mx_mm": Tuned(
         form=mx_table.MX_FORM,
         keys=_mx_keys,
         shapes=tuple((m, n, k) for k, n in MX_WEIGHTS for m in MX_ROWS),
-        default=partial(op_defaults.default_of, mx_mm.KERNELS),
+        default=partial(_default_of, mx_mm.KERNELS),
         bench=chain_device.mx_bench,
     ),
     "moe_gemm": Tuned(
         form=mx_table.MOE_FORM,
         keys=_moe_keys,
         shapes=MX_MOE,
-        default=partial(op_defaults.default_of, moe_gemm.KERNELS),
+        default=partial(_default_of, moe_gemm.KERNELS),
         bench=chain_device.moe_bench,
     ),
 }

@@ -29,7 +29,6 @@ from fp8fn.ops.tuning.chain_device import weight_bench
 from fp8fn.ops.tuning.measured import Key, candidate_name
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 from fp8fn.ops.tuning.mx_table import moe_key, moe_named, mx_key, mx_named
-from fp8fn.ops.tuning.op_defaults import weight_default
 from fp8fn.ops.tuning.op_sweep import Named
 from fp8fn.ops.tuning.sweep import Call
 from fp8fn.ops.tuning.weight_table import FORM
@@ -76,7 +75,7 @@ def product(m: int, n: int = 2304, k: int = 6144, *, constant: bool = True) -> W
 def other(key: Key = KEY) -> tuple[str, Any]:
     """A candidate of another kernel than the default one."""
     problem = FORM.problem(key, CHIP)
-    default, configs = weight_default(problem).split()[0], FORM.candidates(problem)
+    default, configs = tune_op._weight_default(problem).split()[0], FORM.candidates(problem)
     kernel = next(name for name in configs if name != default)
     return kernel, configs[kernel][-1]
 
@@ -166,7 +165,7 @@ def test_the_shapes_of_decoding_and_candidates_that_have_the_default() -> None:
     for key in keys:
         problem = FORM.problem(key, CHIP)
         names = {candidate_name(kernel, c) for kernel, configs in FORM.candidates(problem).items() for c in configs}
-        assert weight_default(problem) in names
+        assert tune_op._weight_default(problem) in names
 
 
 def test_a_suite_of_scaled_mm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,9 +193,9 @@ def test_the_bench_runs_each_candidate_on_a_gpu(
         }
         calls, _ = bench.calls(problem, candidates)
         assert calls.keys() == candidates.keys()
-        row = op_sweep.tune(FORM, key, bench, weight_default(problem))
+        row = op_sweep.tune(FORM, key, bench, tune_op._weight_default(problem))
         assert row.times.keys() <= calls.keys()  # those that `heats` leaves
-        assert row.us <= row.times[weight_default(problem)]
+        assert row.us <= row.times[tune_op._weight_default(problem)]
     assert "is left out" not in caplog.text
 
 
