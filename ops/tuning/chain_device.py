@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -127,31 +128,6 @@ class ChainBench:
         return call
 
 
-def scaled_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
-    return ChainBench(device, target, chip, clock, scaled_mm.SCALED_MM, _scaled_product, by_corners, False)
-
-
-def grouped_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
-    return ChainBench(device, target, chip, clock, quantize_grouped.QUANTIZE_GROUPED, _grouped_tokens, by_bytes, False)
-
-
-def groups_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
-    op = scaled_grouped_mm.SCALED_GROUPED_MM
-    return ChainBench(device, target, chip, clock, op, _product_of_groups, by_reference, False)
-
-
-def weight_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
-    return ChainBench(device, target, chip, clock, mm_a16w8.MM_A16W8, _weight_product)
-
-
-def mx_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
-    return ChainBench(device, target, chip, clock, mx_mm.MX_MM, _mx_product)
-
-
-def moe_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
-    return ChainBench(device, target, chip, clock, moe_gemm.MOE_GEMM, _routed_product)
-
-
 def _scaled_product(problem: TileProblem, device: torch.device, target: Target) -> ScaledProduct:
     """Bytes of quantized normal numbers and scales about 0.01."""
     product = problem.product(device)
@@ -232,3 +208,15 @@ def _mx(x: Tensor, target: Target) -> Quantized:
 def _in_lines(data: Tensor) -> Tensor:
     """With columns that are lines in memory."""
     return data.view(torch.uint8).mT.contiguous().mT.view(data.dtype)
+
+
+scaled_bench: Final = partial(ChainBench, op=scaled_mm.SCALED_MM, make=_scaled_product, check=by_corners, chained=False)
+grouped_bench: Final = partial(
+    ChainBench, op=quantize_grouped.QUANTIZE_GROUPED, make=_grouped_tokens, check=by_bytes, chained=False
+)
+groups_bench: Final = partial(
+    ChainBench, op=scaled_grouped_mm.SCALED_GROUPED_MM, make=_product_of_groups, chained=False
+)
+weight_bench: Final = partial(ChainBench, op=mm_a16w8.MM_A16W8, make=_weight_product)
+mx_bench: Final = partial(ChainBench, op=mx_mm.MX_MM, make=_mx_product)
+moe_bench: Final = partial(ChainBench, op=moe_gemm.MOE_GEMM, make=_routed_product)
