@@ -25,7 +25,7 @@ from fp8fn.cli.tune import sizes
 from fp8fn.ops import tuning
 from fp8fn.ops.layout import WHOLE, Block, empty_scale
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct, WeightProduct
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import GFX942, GFX950, Target, named_target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch, takes_architectures
@@ -42,6 +42,7 @@ from fp8fn.ops.tuning.amd_model import (
 )
 from fp8fn.ops.tuning.tile_space import LAYOUTS as PRODUCTS
 from fp8fn.ops.tuning.tile_space import TileProblem
+from fp8fn.ops.tuning.weight import WeightProblem
 from fp8fn.version import __version__
 
 TARGETS: Final[Mapping[str, Target]] = {"gfx942": GFX942, "gfx950": GFX950}
@@ -171,45 +172,20 @@ def product_launch(product: str, m: int, n: int, k: int, target: Target, config:
     return plan_scaled_mm(TileProblem(product, m, n, k, target).product(), config)[0]
 
 
-def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tensor:
-    strides = (1, rows) if column_major else (columns, 1)
-    return torch.empty_strided((rows, columns), strides, dtype=native_e4m3(target), device="meta")
-
-
 def _grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     """The grouped product over the rows of `m` tokens in 8 groups, and the one along K over the same tokens."""
-    from fp8fn.ops.groups import empty_grouped
     from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
+    from fp8fn.ops.tuning.grouped_mm_table import GroupsProblem
 
-    offsets = torch.empty(_EXPERTS, dtype=torch.int32, device="meta")
-    dtype = native_e4m3(target)
-    a = torch.empty(m, k, dtype=dtype, device="meta")
-    b = torch.empty(_EXPERTS, n, k, dtype=dtype, device="meta").mT
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    rows = ScaledProduct(
-        a=Quantized(a, empty_scale(a, (1, 128), "fp32"), (1, 128)),
-        b=Quantized(b, empty_scale(b, (128, 128), "fp32"), (128, 128)),
-        offsets=offsets,
-        out=out,
-        target=target,
-    )
-    left, right = (
-        Quantized(*empty_grouped(torch.empty(m, size, device="meta"), _EXPERTS, (128, 1), dtype, "fp32"), (128, 1))
-        for size in (n, k)
-    )
-    out = torch.empty(_EXPERTS, n, k, dtype=torch.bfloat16, device="meta")
-    wgrad = ScaledProduct(a=left.mT, b=right, offsets=offsets, out=out, target=target)
-    return [*plan_scaled_grouped_mm(rows), *plan_scaled_grouped_mm(wgrad)]
+    rows = GroupsProblem("rows", m, n, k, _EXPERTS, target)
+    wgrad = GroupsProblem("tokens", n, k, m, _EXPERTS, target)
+    return [launch for problem in (rows, wgrad) for launch in plan_scaled_grouped_mm(problem.product())]
 
 
 def _a16w8(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.triton.mm_a16w8 import configure, plan_mm_a16w8
 
-    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
-    w = _matrix(k, n, target, column_major=True)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    weight = Quantized(w, empty_scale(w, (128, 128), "fp32"), (128, 128))
-    product = WeightProduct(x=x, w=weight, out=out, target=target)
+    product = WeightProblem(m, n, k, cores=target.cores, target=target).product()
     return list(plan_mm_a16w8(product, configure(product)))
 
 
@@ -218,7 +194,7 @@ def _mx(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.mx_mm import MX_MM
 
     a = torch.empty(m, k, dtype=native_e4m3(target), device="meta")
-    b = _matrix(k, n, target, column_major=True)
+    b = torch.empty(n, k, dtype=native_e4m3(target), device="meta").mT
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
     left = Quantized(a, empty_scale(a, (1, 32), "e8m0"), (1, 32))
     right = Quantized(b, empty_scale(b, (32, 1), "e8m0"), (32, 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -21,10 +21,7 @@ from fp8fn.cli.tune_loop import NotKept, Outcome
 from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.kernel import Kernel, choose
-from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import Chip, Target, hopper_fault, native_e4m3, target_of_chip
+from fp8fn.ops.targets import Chip, Target, hopper_fault, target_of_chip
 from fp8fn.ops.tuning import (
     chain_device,
     grouped_mm_table,
@@ -140,19 +137,6 @@ def _default_of(kernels: Sequence[Kernel], problem: Any) -> str:
     return candidate_name(choice.name, choice.config)
 
 
-def _weight_default(problem: WeightProblem) -> str:
-    """The default for operands that lie as kernels take them."""
-    lead = (problem.batch,) if problem.batch > 1 else ()
-    x, out = (
-        torch.empty(*lead, problem.m, size, dtype=problem.x_dtype, device="meta") for size in (problem.k, problem.n)
-    )
-    w = torch.empty(*lead, problem.n, problem.k, dtype=native_e4m3(problem.target), device="meta").mT
-    scaled = Quantized(w, empty_scale(w, problem.block, "fp32"), problem.block)
-    target = replace(problem.target, multiprocessors=problem.cores)
-    product = WeightProduct(x=x, w=scaled, out=out, target=target, constant=problem.constant)
-    return _default_of(mm_a16w8.KERNELS, product)
-
-
 OPS: Final[Mapping[str, Tuned]] = {
     "scaled_mm": Tuned(
         form=triton_table.FORM,
@@ -184,7 +168,7 @@ OPS: Final[Mapping[str, Tuned]] = {
             *((m, n, k) for k, n in DECODE for m in ROWS),
             *((m, n, k) for k, n in BATCH_DECODE for m in BATCH_ROWS),
         ),
-        default=_weight_default,
+        default=lambda problem: _default_of(mm_a16w8.KERNELS, problem.product()),
         bench=chain_device.weight_bench,
     ),
     "mx_mm": Tuned(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from fp8fn.ops.cuda.gemm.operands import is_k_contiguous
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import Block, empty_scale
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import SM90, Target
+from fp8fn.ops.targets import SM90, Target, native_e4m3
 
 
 class WeightProblem(NamedTuple):
@@ -29,6 +31,18 @@ class WeightProblem(NamedTuple):
     constant: bool = False
     cores: int = 132
     target: Target = SM90
+
+    def product(self) -> WeightProduct:
+        """Operands on `meta` that lie as kernels take them."""
+        lead = (self.batch,) if self.batch > 1 else ()
+        w = torch.empty(*lead, self.n, self.k, dtype=native_e4m3(self.target), device="meta").mT
+        return WeightProduct(
+            x=torch.empty(*lead, self.m, self.k, dtype=self.x_dtype, device="meta"),
+            w=Quantized(w, empty_scale(w, self.block, "fp32"), self.block),
+            out=torch.empty(*lead, self.m, self.n, dtype=self.x_dtype, device="meta"),
+            target=replace(self.target, multiprocessors=self.cores),
+            constant=self.constant,
+        )
 
 
 def weight_problem(product: WeightProduct) -> WeightProblem:

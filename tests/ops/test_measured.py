@@ -75,7 +75,7 @@ def product(m: int, n: int = 2304, k: int = 6144, *, constant: bool = True) -> W
 def other(key: Key = KEY) -> tuple[str, Any]:
     """A candidate of another kernel than the default one."""
     problem = FORM.problem(key, CHIP)
-    default, configs = tune_op._weight_default(problem).split()[0], FORM.candidates(problem)
+    default, configs = tune_op.OPS["mm_a16w8"].default(problem).split()[0], FORM.candidates(problem)
     kernel = next(name for name in configs if name != default)
     return kernel, configs[kernel][-1]
 
@@ -165,7 +165,7 @@ def test_the_shapes_of_decoding_and_candidates_that_have_the_default() -> None:
     for key in keys:
         problem = FORM.problem(key, CHIP)
         names = {candidate_name(kernel, c) for kernel, configs in FORM.candidates(problem).items() for c in configs}
-        assert tune_op._weight_default(problem) in names
+        assert tune_op.OPS["mm_a16w8"].default(problem) in names
 
 
 def test_a_suite_of_scaled_mm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,9 +193,9 @@ def test_the_bench_runs_each_candidate_on_a_gpu(
         }
         calls, _ = bench.calls(problem, candidates)
         assert calls.keys() == candidates.keys()
-        row = op_sweep.tune(FORM, key, bench, tune_op._weight_default(problem))
+        row = op_sweep.tune(FORM, key, bench, tune_op.OPS["mm_a16w8"].default(problem))
         assert row.times.keys() <= calls.keys()  # those that `heats` leaves
-        assert row.us <= row.times[tune_op._weight_default(problem)]
+        assert row.us <= row.times[tune_op.OPS["mm_a16w8"].default(problem)]
     assert "is left out" not in caplog.text
 
 
