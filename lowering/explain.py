@@ -25,9 +25,9 @@ from fp8fn.lowering.recipe_pass import Decision, decide, step_of
 from fp8fn.lowering.whole_step import StepTimes
 from fp8fn.ops import mx_mm, scaled_mm, targets
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
+from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.launch import described
-from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
+from fp8fn.ops.layout import Block, matrix_strides, scale_dtype, scale_is_column_major, scale_shape
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe, parse_recipe, recipe_key

@@ -41,11 +41,6 @@ def rceil_addend(dtype: torch.dtype) -> int:
     return 0x7FFFFF - int(fraction * 2**23)
 
 
-def scale_dtype(scale: str) -> torch.dtype:
-    """The type in which a scale of this format is stored."""
-    return torch.float8_e8m0fnu if scale in ("e8m0", "rceil") else torch.float32
-
-
 def short_name(dtype: torch.dtype) -> str:
     """`torch.float8_e4m3fn` → `"e4m3fn"`, `torch.bfloat16` → `"bfloat16"`."""
     return str(dtype).removeprefix("torch.").removeprefix("float8_")

@@ -28,8 +28,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.formats import scale_dtype
-from fp8fn.ops.layout import WHOLE, Block, blocks_along, is_square, matrix_strides
+from fp8fn.ops.layout import WHOLE, Block, blocks_along, is_square, matrix_strides, scale_dtype
 from fp8fn.ops.values import can_be_read
 
 # Tokens with one scale, and the bytes of a line of memory.

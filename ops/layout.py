@@ -22,7 +22,6 @@ from typing import Final, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fp8fn.ops.formats import scale_dtype
 from fp8fn.ops.torch_private.core import dispatch_depth, symbolic_shapes
 
 Block: TypeAlias = tuple[int, int]
@@ -110,6 +109,11 @@ def extent(size: int, block: int) -> int:
 def blocks_along(size: int, block: int) -> int:
     """`ceil(size / block)`; a whole axis is one block, also an empty one."""
     return 1 if block == WHOLE else -(-size // block)
+
+
+def scale_dtype(scale: str) -> torch.dtype:
+    """The type in which a scale of this format is stored."""
+    return torch.float8_e8m0fnu if scale in ("e8m0", "rceil") else torch.float32
 
 
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:

@@ -20,8 +20,7 @@ from fp8fn.arguments import checked
 from fp8fn.distributed.master import GatherForm, MasterWeight, Written, version_of
 from fp8fn.meta.call_site import CallSite
 from fp8fn.ops.cuda.runtime.call_cache import Geometry, geometry
-from fp8fn.ops.formats import scale_dtype
-from fp8fn.ops.layout import WHOLE, is_square, matrix_strides, scale_shape
+from fp8fn.ops.layout import WHOLE, is_square, matrix_strides, scale_dtype, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.sharded import local_of
 from fp8fn.ops.torch_private.core import copy_each

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8fn.ops.formats import AMAX_FLOOR, fp8_max, fp8_max_exponent, rceil_addend, scale_dtype
+from fp8fn.ops.formats import AMAX_FLOOR, fp8_max, fp8_max_exponent, rceil_addend
 from fp8fn.ops.layout import (
     WHOLE,
     Block,
@@ -25,6 +25,7 @@ from fp8fn.ops.layout import (
     empty_scale,
     extent,
     is_square,
+    scale_dtype,
     scale_shape,
     turned,
 )

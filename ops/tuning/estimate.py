@@ -13,9 +13,8 @@ from typing import Final, NamedTuple
 import torch
 
 from fp8fn.ops import targets
-from fp8fn.ops.formats import scale_dtype
 from fp8fn.ops.grouped_gemm import wgrad_block
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import WHOLE, Block, scale_dtype
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.model import microseconds, ranked

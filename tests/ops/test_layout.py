@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fp8fn
 from fp8fn.ops import reference
-from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS, scale_dtype
+from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
 from fp8fn.ops.layout import (
     BLOCKS,
     Block,
@@ -18,6 +18,7 @@ from fp8fn.ops.layout import (
     empty_scale,
     is_square,
     matrix_strides,
+    scale_dtype,
     scale_shape,
     swap,
 )  # fmt: skip

@@ -80,7 +80,7 @@ def test_a_product_of_bf16_passes_through_the_quantizer_and_the_product(hopper: 
     cold, warm = (walk(lambda: fp8fn.gemm(x, w.mT)) for _ in range(2))
     assert "ops/cuda/quantize/quantize.py" in cold
     assert "ops/cuda/gemm/scaled_mm.py" in cold
-    assert len(cold) <= 26, cold
+    assert len(cold) <= 25, cold
     assert cold.total() <= 690, cold  # 151 of them choose the product's configuration, once a process
     assert len(warm) <= 11, warm
     assert warm.total() <= 36, warm
