@@ -179,7 +179,7 @@ def convert(
             for plan in todo:
                 bar.set_description(plan.name)
                 with _complete_file(unfinished / plan.name) as file:
-                    verified += _write(file, plan, options, torch.device(device), bar.update)
+                    verified += _write(file, plan, torch.device(device), bar.update)
         made = [unfinished / plan.name for plan in plans if plan in todo or unfinished / plan.name in whole]
         if made and checkpoint.index is not None:
             (output / checkpoint.index.name).unlink(missing_ok=True)  # an index never names files of two conversions
@@ -548,9 +548,7 @@ def _complete_file(target: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _write(
-    file: BinaryIO, plan: _Plan, options: Options, device: torch.device, progress: Callable[[int], object]
-) -> list[Verified]:
+def _write(file: BinaryIO, plan: _Plan, device: torch.device, progress: Callable[[int], object]) -> list[Verified]:
     """Write the file, with one slice of a tensor in memory at a time."""
     starts, sums = offsets(plan.entries), {}
     start = len(plan.header("0" * 8 * len(plan.entries)))
