@@ -16,7 +16,7 @@ On a GPU each op is one launch, in which the terms of a value have relative erro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -133,8 +133,7 @@ def quantize_silu_mul_saved_kernel(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> Saved:
     pair = checked_block(_SAVED, block)
-    data, scales, gate_data, gate_scale, up_data, up_scale = QUANTIZE_SILU_MUL_SAVED((gate, up), (pair, dtype, scale))
-    return data, scales, gate_data, gate_scale, up_data, up_scale
+    return cast(Saved, tuple(QUANTIZE_SILU_MUL_SAVED((gate, up), (pair, dtype, scale))))
 
 
 def quantize_silu_mul_backward_reference(  # noqa: PLR0913 - an op's signature
@@ -165,11 +164,8 @@ def quantize_silu_mul_backward_kernel(  # noqa: PLR0913 - an op's signature
     product_block: Sequence[int] = (128, 1), product_dtype: torch.dtype | None = None,
 ) -> Backward:  # fmt: skip
     pair, product = checked_block(_BACKWARD, block), checked_block(f"{_BACKWARD}: product_block", product_block)
-    results = QUANTIZE_SILU_MUL_BACKWARD(
-        (grad, gate, gate_scale, up, up_scale), (pair, dtype, scale, product, product_dtype)
-    )
-    a, b, c, d, e, f, g, h, i, j = results
-    return a, b, c, d, e, f, g, h, i, j
+    tensors, form = (grad, gate, gate_scale, up, up_scale), (pair, dtype, scale, product, product_dtype)
+    return cast(Backward, tuple(QUANTIZE_SILU_MUL_BACKWARD(tensors, form)))
 
 
 def kept_operand(data: Tensor, scales: Tensor | None) -> Quantized | Tensor:
