@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.sharded import is_sharded, local_of
 from fp8fn.ops.torch_private.core import IncompatibleKeys, is_traceable_wrapper_subclass
 from fp8fn.scaled_tensor import ScaledTensor, check_device
+from fp8fn.weights.buffers import rebuilt_buffers
 from fp8fn.weights.experts import JoinedEntry, by_parameter, pieces_in_files
 from fp8fn.weights.fp8_weight import FP8Weight
 from fp8fn.weights.parts import is_even, part_of, placed_as
@@ -130,7 +131,7 @@ def load_weights(
     if errors:
         raise RuntimeError("\n\t".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *errors]))
     _check_ties(slots, tensors)
-    rebuilt = _rebuilt_buffers(model, device)
+    rebuilt = rebuilt_buffers(model, device)
     first = {given[id(slot.tensor)][0]: slot for slot in slots if given[id(slot.tensor)]}
     loaded = []
     # In the order of the files. Once a file's tensors are on a GPU, its pages leave the host's memory.
@@ -279,36 +280,6 @@ def _converted(
     if not slot.is_parameter:
         return moved
     return nn.Parameter(moved, requires_grad=old.requires_grad and moved.is_floating_point())
-
-
-def _rebuilt_buffers(model: nn.Module, device: torch.device | str | None) -> list[tuple[Place, Tensor]]:
-    """Values for the buffers on the meta device that no checkpoint holds, as the frequencies of a rotary embedding.
-
-    The module is built again from its `config`, as transformers' modules are.
-    """
-    found: list[tuple[Place, Tensor]] = []
-    for prefix, module in model.named_modules():
-        names = [
-            name
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
-        ]
-        if not names:
-            continue
-        others = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
-        try:
-            with torch.device("cpu"):
-                make: Callable[..., nn.Module] = type(module)
-                fresh = make(module.config)
-            values = [(name, getattr(fresh, name)) for name in (*names, *others)]
-        except Exception as error:
-            raise NotImplementedError(
-                f"load_weights: buffer {f'{prefix}.{names[0]}' if prefix else names[0]} is on the meta device, and is "
-                f"not saved in checkpoints; build the {type(module).__name__} on a real device, or assign the buffer "
-                "first"
-            ) from error
-        found += [(Place(module, name), value.to(device or "cpu")) for name, value in values]
-    return found
 
 
 def _with_progress(names: Sequence[str]) -> Iterable[str]:

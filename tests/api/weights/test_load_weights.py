@@ -263,6 +263,57 @@ def test_a_meta_buffer_that_no_checkpoint_holds(tmp_path: Path) -> None:
     assert model.up.weight.is_meta
 
 
+class Positions(nn.Module):
+    """Buffers of a module whose constructor takes no config, as transformers' embeddings of CLIP, BERT and Gemma."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.weight = nn.Parameter(torch.zeros(256, 256))
+        self.register_buffer("ids", torch.arange(256)[None], persistent=False)
+        self.register_buffer("factor", torch.tensor(scale), persistent=False)
+
+
+class Initializing(nn.Module):
+    """A model that initializes its modules, and with them the buffers named in `knows`."""
+
+    def __init__(self, knows: tuple[str, ...] = ("ids", "factor")) -> None:
+        super().__init__()
+        self.knows, self.positions = knows, Positions(16.0)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Positions):
+            nn.init.ones_(module.weight)
+            for name, value in (("ids", torch.arange(256)[None]), ("factor", torch.tensor(module.scale))):
+                if name in self.knows:
+                    getattr(module, name).copy_(value)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_meta_buffers_that_the_model_initializes(tmp_path: Path, inside: bool) -> None:
+    """The innermost model that has `_init_weights` is asked, and no parameter is initialized."""
+    kept = Initializing()
+    fp8fn.save_weights(nn.Sequential(kept) if inside else kept, tmp_path / "saved")
+    with torch.device("meta"):
+        model: nn.Module = Initializing()
+        if inside:
+            model = nn.Sequential(model)
+            model._init_weights = lambda module: None  # type: ignore[assignment]
+    fp8fn.load_weights(model, tmp_path / "saved")
+    loaded: Any = model[0] if inside else model  # type: ignore[index]
+    assert torch.equal(loaded.positions.ids, torch.arange(256)[None])
+    assert loaded.positions.factor == 16.0
+    assert not loaded.positions.weight.any()
+
+
+def test_a_meta_buffer_that_the_model_does_not_initialize(tmp_path: Path) -> None:
+    fp8fn.save_weights(Initializing(), tmp_path / "saved")
+    with torch.device("meta"):
+        model = Initializing(knows=("ids",))
+    with pytest.raises(NotImplementedError, match=r"buffer positions\.ids is on the meta device"):
+        fp8fn.load_weights(model, tmp_path / "saved")
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     for error, message, arguments, keywords in (
         (TypeError, "load_weights: model is a str", ("a", tmp_path), {}),
