@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,18 +17,27 @@ from fp8fn.lowering import attention, find_grouped
 from fp8fn.lowering.find_grouped import Groups
 from fp8fn.lowering.graph.nodes import source_of, tensor_of, value
 from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
-from fp8fn.ops.torch_private.core import linear, pytree
+from fp8fn.ops.torch_private.core import HigherOrderOperator, linear, pytree
 from fp8fn.site import Site
 
 _LINEAR: Final = (F.linear, linear)
-_MATMUL: Final = (torch.matmul, operator.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm)
-_MATMUL_METHODS: Final = ("matmul", "mm", "bmm", "__matmul__")
-_ADDMM: Final = (torch.addmm, torch.Tensor.addmm)
-# The name of each function, and the place of its first operand among its tensors.
-_LEFT_ALONE: Final = {
-    torch.functional.einsum: ("einsum", -2),
-    torch.baddbmm: ("baddbmm", -2),
+# Functions and methods by their names: the op, and the names by which a call may give its tensors.
+_TENSORS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    **dict.fromkeys(("matmul", "__matmul__", "linalg_matmul"), ("matmul", ("input", "other"))),
+    **dict.fromkeys(("mm", "bmm"), ("matmul", ("input", "mat2"))),
+    "addmm": ("addmm", ("input", "mat1", "mat2")),
+    "baddbmm": ("baddbmm", ("input", "batch1", "batch2")),
+    "addbmm": ("addbmm", ("input", "batch1", "batch2")),
+    "inner": ("inner", ("input", "other")),
+    "tensordot": ("tensordot", ("a", "b")),
 }
+_FUNCTIONS: Final = {
+    operator.matmul, torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.addbmm,
+    torch.inner, torch.functional.tensordot, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm,
+    torch.Tensor.addmm, torch.Tensor.baddbmm, torch.Tensor.addbmm, torch.Tensor.inner,
+}  # fmt: skip
+# An `inner` or a `tensordot` with a weight is spelled as a matmul before, where it is one.
+_UNMATCHED: Final = ("addbmm", "inner", "tensordot")
 
 # Products that are listed but not substituted, with a remedy.
 _OTHERS: Final[Mapping[Any, str]] = {
@@ -37,8 +46,16 @@ _OTHERS: Final[Mapping[Any, str]] = {
         (torch.conv1d, torch.conv2d, torch.conv3d),
         "a convolution: one of kernel size 1 is F.linear with channels as the last dimension",
     ),
-    torch.lstm: "the weights of an LSTM are multiplied inside PyTorch's kernel",
-    torch.gru: "the weights of a GRU are multiplied inside PyTorch's kernel",
+    **dict.fromkeys((torch.lstm, torch.lstm_cell), "the weights of an LSTM are multiplied inside PyTorch's kernel"),
+    **dict.fromkeys((torch.gru, torch.gru_cell), "the weights of a GRU are multiplied inside PyTorch's kernel"),
+    **dict.fromkeys(
+        (torch.rnn_tanh, torch.rnn_relu, torch.rnn_tanh_cell, torch.rnn_relu_cell),
+        "the weights of an RNN are multiplied inside PyTorch's kernel",
+    ),
+    **dict.fromkeys(
+        (torch.linalg.multi_dot, torch.functional.chain_matmul),
+        "a chain of products, whose order PyTorch chooses: spell each product with torch.matmul",
+    ),
 }
 
 # Each row reads its own copy of a weight, which takes longer than the product in any format.
@@ -58,15 +75,25 @@ REGIONS: Final = (
 _VIEWS: Final = {
     "t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H", "transpose", "permute", "swapaxes", "view", "reshape",
     "flatten", "unsqueeze", "squeeze", "expand", "contiguous", "clone", "detach", "alias", "to", "type", "float",
-    "half", "bfloat16", "double", "getattr", "select", "unbind", "chunk", "split",
+    "half", "bfloat16", "double", "getattr", "select", "unbind", "chunk", "split", "narrow", "unflatten", "movedim",
+    "moveaxis", "swapdims", "tensor_split", "split_with_sizes", "view_as", "reshape_as", "expand_as", "type_as",
 }  # fmt: skip
+
+
+class Sum(NamedTuple):
+    """`alpha * product + beta * term`, as `addmm` and `baddbmm` compute it."""
+
+    term: Node
+    alpha: Any
+    beta: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
     """One product of a graph, `a` by the weight `b`; `flipped` if the weight is the left operand, `c = (aᵀ bᵀ)ᵀ`.
 
-    `groups` describes the groups of a `torch._grouped_mm`; `parameter` is the graph input of the weight, if known.
+    `total` is the sum that the product is a term of, if it adds more than a bias. `groups` describes the groups of a
+    `torch._grouped_mm`; `parameter` is the graph input of the weight, if known.
     """
 
     node: Node
@@ -79,6 +106,7 @@ class Gemm:
     reason: str | None
     groups: Groups | None = None
     parameter: Node | None = None
+    total: Sum | None = None
 
     @property
     def source(self) -> str:
@@ -92,6 +120,10 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
     `outer` maps the inputs of a region to the nodes of the graph around it.
     """
     outer = {} if outer is None else outer
+    calls: dict[GraphModule, list[dict[Node, Node]]] = {}
+    for node in gm.graph.nodes:
+        if (inner := region_of(gm, node)) is not None:
+            calls.setdefault(inner[0], []).append(inner[1])
     for node in gm.graph.nodes:
         operands = _operands(node)
         in_groups = find_grouped.operands(node)
@@ -103,15 +135,72 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
             gemm = _classify(node, outer, operands)
             if gemm is not None:
                 yield gemm
-        elif node.op == "call_function" and node.target in REGIONS:
-            region = getattr(gm, str(node.args[0].target))
-            inputs = region.graph.find_nodes(op="placeholder")
-            given = node.args[len(node.args) - len(inputs) :]
-            yield from find_gemms(region, {**outer, **dict(zip(inputs, given, strict=True))})
+        elif (inner := region_of(gm, node)) is not None:
+            given = calls.pop(inner[0], [])
+            yield from _of_all_calls(inner[0], [{**outer, **each} for each in given])
+        elif isinstance(node.target, HigherOrderOperator):
+            yield from _of_other_region(gm, node, outer)
+
+
+def _of_all_calls(region: GraphModule, outers: Sequence[Mapping[Node, Node]]) -> Iterator[Gemm]:
+    """The products of a region, once for all of its calls: each is replaced for all, or left with the first reason."""
+    found: dict[Node, list[Gemm]] = {}
+    for outer in outers:
+        here: dict[Node, list[Gemm]] = {}
+        for gemm in find_gemms(region, outer):
+            here.setdefault(gemm.node, []).append(gemm)
+        for node, gemms in here.items():
+            if node not in found or (found[node][0].reason is None and gemms[0].reason is not None):
+                found[node] = gemms
+    for gemms in found.values():
+        yield from gemms
+
+
+def _of_other_region(gm: GraphModule, node: Node, outer: Mapping[Node, Node]) -> Iterator[Gemm]:
+    """The products with a weight inside of control flow, or of the forward of a `torch.autograd.Function`."""
+    name = str(node.target)
+    own_backward = name == "autograd_function_apply"
+    reason = f"inside of torch.{name}: move it out, or call fp8fn.linear there"
+    if own_backward:
+        reason = "inside of a torch.autograd.Function, which computes its own backward: call fp8fn.gemm there"
+    given = [each for each in pytree.tree_leaves(node.args) if isinstance(each, Node)]
+    graphs = {each: getattr(gm, str(each.target), None) for each in given if each.op == "get_attr"}
+    regions = [graph for graph in graphs.values() if isinstance(graph, GraphModule)]
+    operands = [each for each in given if not isinstance(graphs.get(each), GraphModule)]
+    for region in regions[:1] if own_backward else regions:
+        inputs = region.graph.find_nodes(op="placeholder")
+        around = {**outer, **dict(zip(reversed(inputs), reversed(operands), strict=False))}
+        for gemm in find_gemms(region, around):
+            if gemm.parameter is not None:
+                yield replace(gemm, reason=why_not_operands(gemm.a, gemm.b, around) or reason)
+
+
+def regions(
+    gm: GraphModule, outer: Mapping[Node, Node] | None = None
+) -> Iterator[tuple[GraphModule, Mapping[Node, Node]]]:
+    """The graph and each nested region, with the nodes around it that give its inputs."""
+    outer = {} if outer is None else outer
+    yield gm, outer
+    for node in gm.graph.nodes:
+        if (inner := region_of(gm, node)) is not None:
+            yield from regions(inner[0], {**outer, **inner[1]})
+
+
+def region_of(gm: GraphModule, node: Node) -> tuple[GraphModule, dict[Node, Node]] | None:
+    """The nested graph that a node of `gm` calls, and what the node gives for each of its inputs."""
+    if node.op != "call_function" or node.target not in REGIONS:
+        return None
+    region = getattr(gm, str(node.args[0].target))  # type: ignore[union-attr]
+    inputs = region.graph.find_nodes(op="placeholder")
+    given = node.args[len(node.args) - len(inputs) :]
+    return region, dict(zip(inputs, given, strict=True))
 
 
 class Operands(NamedTuple):
-    """A call that computes `a @ b + bias`; `transposed` if `b` is `(N, K)`; `reason` to leave it alone, if any."""
+    """A call that computes `a @ b + bias`; `transposed` if `b` is `(N, K)`; `reason` to leave it alone, if any.
+
+    `scales` are those of the product and of the bias.
+    """
 
     op: str
     a: Any
@@ -119,6 +208,7 @@ class Operands(NamedTuple):
     bias: Any = None
     transposed: bool = False
     reason: str | None = None
+    scales: tuple[Any, Any] = (1, 1)
 
 
 def _operands(node: Node) -> Operands | None:
@@ -128,23 +218,39 @@ def _operands(node: Node) -> Operands | None:
             x = args[0] if args else kwargs["input"]
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             return Operands("linear", x, weight, args[2] if len(args) > 2 else kwargs.get("bias"), transposed=True)
-        if node.target in _MATMUL and len(args) == 2 and not kwargs:
-            return Operands("matmul", *args)
-        if node.target in _ADDMM and len(args) == 3:
-            reason = None if all(scale == 1 for scale in kwargs.values()) else "addmm with alpha or beta"
-            return Operands("addmm", args[1], args[2], args[0], reason=reason)
-        if node.target in _LEFT_ALONE:
-            name, first = _LEFT_ALONE[node.target]
+        if node.target is torch.functional.einsum:
             tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, Node) and value(arg) is not None]
             if len(tensors) >= 2:
-                return Operands(name, tensors[first], tensors[first + 1], reason=f"{name} is not matched")
-    elif node.op == "call_method" and node.target in _MATMUL_METHODS and len(args) == 2 and not kwargs:
-        return Operands("matmul", *args)
+                return Operands("einsum", tensors[-2], tensors[-1], reason="einsum is not matched")
+        if node.target in _FUNCTIONS:
+            return _named(node, _name(node))
+    elif node.op == "call_method" and not _TENSORS.keys().isdisjoint((_name(node), _name(node).removesuffix("_"))):
+        return _named(node, _name(node))
     return None
 
 
+def _named(node: Node, name: str) -> Operands | None:
+    """The operands of a product of `_TENSORS`, given by place or by name; `addmm_` writes into its first one."""
+    in_place = name not in _TENSORS
+    op, names = _TENSORS[name.removesuffix("_") if in_place else name]
+    tensors, others = list(node.args[: len(names)]), dict(node.kwargs)
+    tensors += [others.pop(each) for each in names[len(tensors) :] if each in others]
+    if len(tensors) < len(names):
+        return None
+    scales = others.pop("alpha", 1), others.pop("beta", 1)
+    reason = None
+    if in_place:
+        reason = f"{name} writes into its input: spell it with torch.{op}"
+    elif op in _UNMATCHED:
+        reason = f"{op} is not matched"
+    elif others:
+        reason = f"{name} with {', '.join(others)} is not matched"
+    bias = tensors[0] if len(tensors) > 2 else None
+    return Operands(op, tensors[-2], tensors[-1], bias, reason=reason, scales=scales)
+
+
 def _classify(node: Node, outer: Mapping[Node, Node], given: Operands) -> Gemm | None:
-    op, a, b, bias, transposed, reason = given
+    op, a, b, bias, transposed, reason, scales = given
     left, right, out = value(a), value(b), value(node)
     if left is None or right is None or out is None or left.ndim < 1 or right.ndim < 1:
         return None
@@ -162,7 +268,12 @@ def _classify(node: Node, outer: Mapping[Node, Node], given: Operands) -> Gemm |
     k, n = right.shape[-2:] if right.ndim > 1 else (right.shape[0], 1)
     if transposed:
         k, n = n, k
+    total = None
+    if op in ("addmm", "baddbmm") and not (scales == (1, 1) and _is_row(value(bias), n)):
+        total, bias = Sum(bias, *scales), None
     gathered = None if parameter is not None else _gathered(a, outer) or _gathered(b, outer)
+    if parameter is None and op in (*_UNMATCHED, "einsum") and parameter_of(a, outer) is None:
+        reason = None  # a product of two activations stays in any spelling
     if reason is None:
         reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, value(bias), parameter)
     if parameter is not None or gathered is not None:
@@ -176,7 +287,7 @@ def _classify(node: Node, outer: Mapping[Node, Node], given: Operands) -> Gemm |
     site = Site(op=op, m=rows, n=n, k=k, batch=batch, dtype=left.dtype, device=left.device, weight=name)
     return Gemm(
         node=node, a=a, b=b, bias=bias, transposed=transposed, flipped=flipped, site=site, reason=reason,
-        parameter=parameter,
+        parameter=parameter, total=total,
     )  # fmt: skip
 
 
@@ -258,6 +369,10 @@ def _is_buffer(node: Node) -> bool:
     return "_buffers" in str(name() if callable(name) else name)
 
 
+def _is_row(bias: Tensor | None, n: Any) -> bool:
+    return bias is not None and bias.ndim == 1 and bool(bias.shape[0] == n)
+
+
 def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, parameter: Node | None) -> str | None:
     if parameter is None:
         return "no parameter: activation by activation"
@@ -267,9 +382,7 @@ def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, pa
         return "the weight is not a matrix"
     if right.ndim > 2 and left.ndim != right.ndim:
         return "batches of different rank"
-    if bias is not None and (
-        bias.ndim != 1 or bias.shape[0] != (right.shape[0] if op == "linear" else right.shape[-1])
-    ):
+    if bias is not None and not _is_row(bias, right.shape[0] if op == "linear" else right.shape[-1]):
         return "the bias is not one row of N"
     return None
 

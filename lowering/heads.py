@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fp8fn.lowering.find import REGIONS, Gemm, parameter_of
+from fp8fn.lowering.find import Gemm, parameter_of, region_of
 from fp8fn.site import why_sensitive
 
 _TAKES: Final = "where='*' takes it too"
@@ -102,11 +102,8 @@ def _tables(gm: GraphModule, outer: Mapping[Node, Node]) -> Iterator[Node]:
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in REGIONS:
-            region = getattr(gm, str(node.args[0].target))
-            inputs = region.graph.find_nodes(op="placeholder")
-            given = node.args[len(node.args) - len(inputs) :]
-            yield from _tables(region, {**outer, **dict(zip(inputs, given, strict=True))})
+        if (inner := region_of(gm, node)) is not None:
+            yield from _tables(inner[0], {**outer, **inner[1]})
         elif getattr(node.target, "__name__", "").startswith("embedding"):
             found = (parameter_of(arg, outer) for arg in (*node.args, *node.kwargs.values()))
             yield from (table for table in found if table is not None)

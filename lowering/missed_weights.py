@@ -59,6 +59,8 @@ def _reason(model: nn.Module, w: Tensor, breaks: Iterable[str]) -> str:
     for module in model.modules():
         if isinstance(module, nn.RNNBase) and any(w is each for each in module.parameters()):
             return f"the weights of {type(module).__name__} are multiplied inside PyTorch's kernel, in no graph"
+    if not torch._dynamo.config.allow_rnn and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return f"{reason}; Dynamo runs the code around an RNN in Python: set torch._dynamo.config.allow_rnn = True"
     spelled = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if w.ndim == 3 and spelled == "eager":
         return f"{reason}; use model.set_experts_implementation('grouped_mm')"

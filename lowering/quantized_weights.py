@@ -8,6 +8,7 @@ subclass after the recipe pass, so that the exact pass sees its parts.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from fp8fn.weights.fp8_weight import is_gathered
 
 # Substrings of the names of products and look-ups. Their results are activations, whatever they read.
 _PRODUCTS: Final = ("mm", "matmul", "linear", "einsum", "attention", "embedding", "conv1d", "conv2d", "conv3d")
+_PICKING_METHODS: Final = ("__getitem__", "index_select", "gather")
 
 
 def why_not_operands(x: Any, weight: Any, outer: Mapping[Node, Node]) -> str | None:
@@ -58,6 +60,8 @@ def quantized_source(node: Any, outer: Mapping[Node, Node]) -> Node | None:
             return current
         if current in outer:
             pending.append(outer[current])
+        elif _picks_rows(current):
+            pending.append(current.args[0])
         elif not _is_product(current):
             pending += current.all_input_nodes
     return None
@@ -68,6 +72,11 @@ def _is_quantized(tensor: Tensor) -> bool:
     if tensor.dtype.is_floating_point:
         return tensor.dtype.itemsize == 1 and tensor.dtype != torch.float8_e8m0fnu  # the type of scales
     return tensor.dtype != torch.bool and not tensor.dtype.is_complex and tensor.ndim >= 2
+
+
+def _picks_rows(node: Node) -> bool:
+    """Whether a node indexes a tensor: indices are integers that nothing has quantized."""
+    return node.target in (operator.getitem, torch.index_select, torch.gather, *_PICKING_METHODS) and bool(node.args)
 
 
 def _is_product(node: Node) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -14,11 +15,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp8fn.lowering.attention import spell_attention
 from fp8fn.lowering.costs import chip_for, estimated, parts_of_groups, why_slower
-from fp8fn.lowering.find import Gemm, find_gemms, parameter_of
+from fp8fn.lowering.find import Gemm, Sum, find_gemms, parameter_of, regions
 from fp8fn.lowering.find_grouped import why_not_recipe
 from fp8fn.lowering.graph.einsum import reduce_einsums
 from fp8fn.lowering.graph.emit import number
-from fp8fn.lowering.graph.nodes import value
+from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.lowering.heads import Heads
 from fp8fn.lowering.quantized_weights import why_not_operands
 from fp8fn.lowering.whole_step import StepTimes, Taken, step_times
@@ -62,7 +63,8 @@ def decide(
     launches. Without a `where`, all products whose times are known are left alone if their sum is slower in FP8.
     """
     spell_attention(gm)
-    reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
+    for graph, outer in regions(gm):
+        reduce_einsums(graph, partial(_is_weight, outer))
     gemms = list(find_gemms(gm))
     heads = Heads(gm, gemms)
     decisions = [_decide(gemm, where, recipe, target, heads) for gemm in gemms]
@@ -71,6 +73,10 @@ def decide(
         return decisions
     left = (each.taken is not None and not each.gathered for each in decisions)
     return [replace(each, reason=step.reason) if out else each for each, out in zip(decisions, left, strict=True)]
+
+
+def _is_weight(outer: Mapping[Node, Node], node: Node) -> bool:
+    return parameter_of(node, outer) is not None
 
 
 def step_of(decisions: Iterable[Decision], *, replayed: bool = False) -> StepTimes:
@@ -165,8 +171,9 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
     names, patterns = [gemm.site.weight for gemm in weights], patterns_of(where)
     elsewhere = not _MATCHED.isdisjoint(patterns)  # in another graph of a model that Dynamo broke into several
     _MATCHED.update(pattern for pattern in patterns if any(matches(name, [pattern]) for name in names))
-    level = logging.INFO if taken or slower or elsewhere or not weights else logging.WARNING
     unmatched = None if taken else why_none_match(where, names)
+    serves = len(weights) < len(gemms) and unmatched is None  # such as a model with FP8 weights, but for its head
+    level = logging.INFO if taken or slower or elsewhere or serves or not weights else logging.WARNING
     _log.log(
         level, "%d of %d products in FP8, recipe %s%s", taken, len(decisions), recipe.key,
         f": {unmatched}" if unmatched else f"; left: {left}" if left else "",
@@ -197,9 +204,23 @@ def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node
         product = out
         if gemm.flipped:
             out = transpose(out)
+        if gemm.total is not None:
+            out = _added(graph, out, gemm.total, node, substitutes)
     out.meta.update(node.meta)
     if numbered:
         number(product, len(substitutes))
     node.replace_all_uses_with(out)
     graph.erase_node(node)
     return out
+
+
+def _added(graph: Graph, product: Node, total: Sum, node: Node, substitutes: Mapping[Node, Node]) -> Node:
+    """`alpha * product + beta * term`, in the type of the sum `node`: autocast casts the term, `torch.add` does not."""
+    if total.alpha != 1:
+        product = graph.call_function(torch.mul, (product, total.alpha))
+    if total.beta == 0:  # reads no term, whose NaN would stay
+        return product
+    term, dtype = substitutes.get(total.term, total.term), tensor_of(node).dtype
+    if tensor_of(total.term).dtype != dtype:
+        term = graph.call_function(torch.ops.aten.to.dtype, (term, dtype))
+    return graph.call_function(torch.add, (product, term), {} if total.beta == 1 else {"alpha": total.beta})

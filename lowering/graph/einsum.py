@@ -1,9 +1,13 @@
-"""Replaces `torch.einsum` with a parameter by its product: `bsd,dhe->bshe` is `(b, s, d) @ (d, h e)`."""
+"""Replaces `torch.einsum` with a parameter by its product: `bsd,dhe->bshe` is `(b, s, d) @ (d, h e)`.
+
+`torch.tensordot` and `torch.inner` with a parameter are spelled as einsums first.
+"""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -11,9 +15,18 @@ from torch.fx import Graph, GraphModule, Node
 from fp8fn.contraction import Product, as_product
 from fp8fn.lowering.graph.nodes import tensor_of
 
+# Each function, and the names of its arguments.
+_CONTRACTIONS: Final = {
+    "inner": (torch.inner, ("input", "other")),
+    "tensordot": (torch.functional.tensordot, ("a", "b", "dims")),
+}
+
 
 def reduce_einsums(gm: GraphModule, is_weight: Callable[[Any], bool]) -> None:
     """Replaces each einsum of two operands, one of which is a weight, by `torch.matmul`, in place."""
+    for node in list(gm.graph.nodes):
+        if (name := _name(node)) in _CONTRACTIONS:
+            _spell_as_einsum(node, name, is_weight)
     for node in gm.graph.find_nodes(op="call_function", target=torch.functional.einsum):
         if node.kwargs or len(node.args) < 2 or not isinstance(node.args[0], str):
             continue
@@ -30,6 +43,37 @@ def reduce_einsums(gm: GraphModule, is_weight: Callable[[Any], bool]) -> None:
         product = as_product(equation, tensor_of(a).dim(), tensor_of(b).dim())
         if product is not None and not product.repeats(tensor_of(a).shape, tensor_of(b).shape):
             _spell(gm.graph, node, a, b, product)
+
+
+def _name(node: Node) -> str:
+    if node.op == "call_method":
+        return str(node.target)
+    return next((name for name, (target, _) in _CONTRACTIONS.items() if node.target is target), "")
+
+
+def _spell_as_einsum(node: Node, name: str, is_weight: Callable[[Any], bool]) -> None:
+    """Turns an `inner`, over both last axes, or a `tensordot`, over those of `dims`, with a weight into an einsum."""
+    given = {**dict(zip(_CONTRACTIONS[name][1], node.args, strict=False)), **node.kwargs}
+    a, b, dims = (given.pop(each, None) for each in ("a", "b", "dims"))
+    a, b = given.pop("input", a), given.pop("other", b)
+    if given or not isinstance(a, Node) or not isinstance(b, Node) or not (is_weight(a) or is_weight(b)):
+        return
+    left, right = tensor_of(a).dim(), tensor_of(b).dim()
+    if min(left, right) < 1 or left + right > len(string.ascii_letters) or isinstance(dims, Node):
+        return
+    count: Any = 1 if name == "inner" else 2 if dims is None else dims
+    if name == "inner":
+        pairs = [(left - 1, right - 1)]
+    elif isinstance(count, int):
+        pairs = list(zip(range(left - count, left), range(count), strict=True))
+    else:
+        pairs = list(zip(*count, strict=True))
+    one, other = list(string.ascii_letters[:left]), list(string.ascii_letters[left : left + right])
+    for axis, partner in pairs:
+        other[partner] = one[axis]
+    out = [letter for letter in (*one, *other) if (letter in one) != (letter in other)]
+    node.op, node.target = "call_function", torch.functional.einsum
+    node.args, node.kwargs = (f"{''.join(one)},{''.join(other)}->{''.join(out)}", a, b), {}
 
 
 def _spell(graph: Graph, node: Node, a: Node, b: Node, product: Product) -> None:

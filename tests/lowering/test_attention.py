@@ -69,7 +69,7 @@ SELF, CROSS, OUT = ["in_proj_weight"], ["in_proj_weight"] * 2, ["out_proj.weight
         ({}, (X, Y, Y), {"need_weights": False}, [*CROSS, *OUT]),
         ({"bias": False}, (X, Y, Y), {"average_attn_weights": False}, [*CROSS, LEFT, LEFT, *OUT]),
         ({"dropout": 0.3}, (X, X, X), {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}, [*SELF, *OUT]),
-        ({}, (X, X, X), {"key_padding_mask": PADDING}, [*SELF, "baddbmm is not matched", LEFT, *OUT]),
+        ({}, (X, X, X), {"key_padding_mask": PADDING}, [*SELF, LEFT, LEFT, *OUT]),
         ({"add_bias_kv": True, "add_zero_attn": True}, (X, X, X), {"need_weights": False}, [*SELF, *OUT]),
         ({"batch_first": False}, (X, X, X), {"need_weights": False}, [*SELF, *OUT]),
         (

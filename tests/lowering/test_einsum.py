@@ -93,4 +93,4 @@ def test_explain_names_their_weights(fresh_dynamo: None) -> None:
     assert [(row.weight, row.shape, row.reason is None) for row in rows if row.weight] == [
         ("into", (64, 256, 256), True), ("out", (64, 256, 256), True), ("mix", (64, 256, 256), True),
     ]  # fmt: skip
-    assert [row.reason for row in rows if not row.weight] == ["einsum is not matched"]
+    assert [row.reason for row in rows if not row.weight] == ["no parameter: activation by activation"]

@@ -21,12 +21,18 @@ pytest.importorskip("transformers")
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GPT2Config,
+    GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2Model,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    SamVisionConfig,
+    SamVisionModel,
     ViTConfig,
     ViTModel,
 )
@@ -80,8 +86,37 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers=2)
 
 
+def gpt2() -> nn.Module:
+    """Its `Conv1D`s are `addmm`s with `(K, N)` weights."""
+    sizes = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 1, "n_head": 4, "n_positions": 128}
+    return GPT2Model(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def mamba2() -> nn.Module:
+    """A state space model: the einsums of its scan multiply activations."""
+    config = Mamba2Config(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=1, num_heads=8, head_dim=64, n_groups=1,
+        state_size=32, chunk_size=32, use_cache=False,
+    )  # fmt: skip
+    return Mamba2Model(config)
+
+
+def sam() -> nn.Module:
+    """An image encoder of windows, which gathers its relative positions from parameters."""
+    config = SamVisionConfig(
+        hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=4, image_size=64, patch_size=8, mlp_dim=512,
+        window_size=4, global_attn_indexes=[], output_channels=128, num_pos_feats=64,
+    )  # fmt: skip
+    return SamVisionModel(config)
+
+
 def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (2, TOKENS))
+
+
+LEFT = "no parameter: activation by activation"
+POSITIONS = "computed from a parameter (vision_encoder.layers.0.attn.rel_pos_{}): fp8fn.linear takes it"
+NECK = "a convolution: one of kernel size 1 is F.linear with channels as the last dimension"
 
 
 @dataclass(frozen=True)
@@ -101,6 +136,9 @@ CASES = {
     "mixtral": Case(mixtral, tokens, 15, 12, frozenset({LOGITS, SMALL})),
     "deepseek_v3": Case(deepseek_v3, tokens, 20, 18, frozenset({LOGITS, SMALL})),
     "vit": Case(vit, lambda: torch.randn(2, 3, 32, 32), 13, 12, frozenset({"small: M=2 is under 16"})),
+    "gpt2": Case(gpt2, tokens, 4, 4),
+    "mamba2": Case(mamba2, tokens, 7, 2, frozenset({LEFT})),
+    "sam": Case(sam, lambda: torch.randn(2, 3, 64, 64), 7, 4, frozenset({*map(POSITIONS.format, "hw"), NECK})),
     "encoder": Case(encoder, lambda: torch.randn(2, TOKENS, WIDTH), 8, 8),
 }
 

@@ -1,0 +1,223 @@
+"""Other spellings of a product with a weight: each is found, gives its function's values, and names a true reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8fn
+from fp8fn.lowering.recipe_pass import rewrite
+from fp8fn.ops.recipe import BLOCKWISE
+from support.accuracy import snr
+from support.traced import both_passes
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+M, N, K, BATCH = 32, 256, 128, 2
+
+
+class Weights(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.w, self.stack = nn.Parameter(torch.randn(K, N)), nn.Parameter(torch.randn(BATCH, K, N))
+        self.cell = nn.Parameter(torch.randn(3 * K, K))
+        self.row, self.term = nn.Parameter(torch.randn(N)), nn.Parameter(torch.randn(M, N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x.expand(BATCH, M, K)
+
+
+FOUND: dict[str, Callable[[Weights, Tensor], Tensor]] = {
+    "matmul by name": lambda m, x: torch.matmul(x, other=m.w),
+    "mm by names": lambda m, x: torch.mm(input=x, mat2=m.w),
+    "a method's operand by name": lambda m, x: x.matmul(other=m.w),
+    "__matmul__": lambda m, x: x.__matmul__(m.w),
+    "linalg.matmul": lambda m, x: torch.linalg.matmul(x, m.w),
+    "addmm by names": lambda m, x: torch.addmm(input=m.row, mat1=x, mat2=m.w),
+    "a bias's method": lambda m, x: m.row.addmm(x, m.w),
+    "addmm of a matrix": lambda m, x: torch.addmm(m.term, x, m.w),
+    "addmm of a scalar": lambda m, x: torch.addmm(m.row[0], x, m.w),
+    "addmm with scales": lambda m, x: torch.addmm(m.row, x, m.w, beta=0.5, alpha=2.0),
+    "addmm without its term": lambda m, x: torch.addmm(m.row * torch.nan, x, m.w, beta=0),
+    "baddbmm": lambda m, x: torch.baddbmm(m.term, doubled(x), m.stack, alpha=3),
+    "tensordot": lambda m, x: torch.tensordot(x.unflatten(0, (2, -1)), m.w, dims=1),
+    "tensordot over given axes": lambda m, x: torch.tensordot(x.unflatten(1, (8, -1)), m.w.view(8, -1, N)),
+    "tensordot by names": lambda m, x: torch.tensordot(a=x, b=m.w.mT, dims=([1], [-1])),
+    "inner": lambda m, x: torch.inner(x, m.w.mT),
+    "inner's method": lambda m, x: x.inner(m.w.mT),
+    "a part of a weight": lambda m, x: F.linear(x, m.stack.movedim(0, 1).narrow(1, 0, 1).squeeze(1).mT),
+    "a tensordot in a checkpoint": lambda m, x: checkpoint(torch.tensordot, x, m.w, 1, use_reentrant=False),
+    "an einsum in a checkpoint": lambda m, x: checkpoint(
+        lambda y: torch.einsum("mk,kn->nm", y, m.w), x, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found(name: str) -> None:
+    model, x = Weights(FOUND[name]), torch.randn(M, K, requires_grad=True)
+    backend = both_passes()
+    out = torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert [(decision.reason, decision.gemm.site.n) for decision in backend.decided] == [(None, N)]
+    expected = model(x)
+    assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
+    assert snr(out, expected) > 25
+    assert not torch.equal(out, expected)  # the product is in FP8
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    cotangent = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(y, leaves, cotangent, allow_unused=True) for y in (out, expected))
+    for got, want in zip(found, wanted, strict=True):
+        if got is None:  # nothing reads the term of a sum with `beta=0`
+            assert want is None or not want.nan_to_num().any()
+        else:
+            assert want is not None
+            assert snr(got, want) > 25
+
+
+def test_a_term_under_autocast() -> None:
+    """Autocast casts the term of an `addmm` too; in the sum that is spelled out the type stays."""
+    model, x = Weights(FOUND["addmm of a matrix"]), torch.randn(M, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        backend = both_passes()
+        out = torch.compile(model, backend=backend, fullgraph=True)(x)
+        assert [decision.reason for decision in backend.decided] == [None]
+        assert out.dtype == torch.bfloat16
+        assert snr(out.float(), model(x).float()) > 25
+
+
+LEFT: dict[str, tuple[Callable[[Weights, Tensor], Tensor], str]] = {
+    "in place": (
+        lambda m, x: torch.zeros(M, N).addmm_(x, m.w),
+        "addmm_ writes into its input: spell it with torch.addmm",
+    ),
+    "a sum over the batch": (lambda m, x: torch.addbmm(m.term, doubled(x), m.stack), "addbmm is not matched"),
+    "a chain": (
+        lambda m, x: torch.linalg.multi_dot([x, m.w, m.w.mT]),
+        "a chain of products, whose order PyTorch chooses: spell each product with torch.matmul",
+    ),
+    "an einsum of activations": (
+        lambda m, x: torch.einsum("mk,nk->mn", x * m.row[0], x.sin()),
+        "no parameter: activation by activation",
+    ),
+    "a cell": (
+        lambda m, x: torch.gru_cell(x[:2], x[2:4], m.cell, m.cell),
+        "the weights of a GRU are multiplied inside PyTorch's kernel",
+    ),
+    "positions": (
+        lambda m, x: torch.einsum("mk,nmk->mn", x, m.w.mT[(torch.arange(M)[:, None] + torch.arange(8)).mT]),
+        "computed from a parameter (w): fp8fn.linear takes it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left(name: str) -> None:
+    function, reason = LEFT[name]
+    rows = fp8fn.explain(Weights(function), torch.randn(M, K), where="*", show=False).rows
+    assert {row.reason for row in rows} == {reason}
+
+
+@torch.compiler.nested_compile_region
+def layer(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+def without_inductor(gm: torch.fx.GraphModule, _: object) -> Callable[..., Tensor]:
+    rewrite(gm, BLOCKWISE, "*")
+    forward: Callable[..., Tensor] = gm.forward
+    return forward
+
+
+def test_a_region_that_several_layers_share() -> None:
+    """Its product is replaced once, for all of its calls, and listed once."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ParameterList(nn.Parameter(torch.randn(K, K) / 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for w in self.layers:
+                x = layer(x, w)
+            return x
+
+    model, x = Layers(), torch.randn(M, K, requires_grad=True)
+    found = fp8fn.explain(model, x, where="*", show=False)
+    out = torch.compile(model, backend=without_inductor, fullgraph=True)(x)
+    assert 20 < snr(out, model(x)) < 60
+    assert [(row.weight, row.reason) for row in found.rows] == [("layers.0", None)]
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.mT, x.mT @ grads[0]
+
+
+def test_regions_of_others() -> None:
+    """Products in control flow, and in a function with its own backward, stay, and are listed with a remedy."""
+    branch = Weights(lambda m, x: torch.cond(x.sum() > 0, lambda x: x @ m.w, lambda x: x.cos() @ m.w, (x,)))
+    own = Weights(lambda m, x: Own.apply(x, m.w))
+    inside = "inside of torch.cond: move it out, or call fp8fn.linear there"
+    backward = "inside of a torch.autograd.Function, which computes its own backward: call fp8fn.gemm there"
+    for model, reasons in ((branch, [inside] * 2), (own, [backward])):
+        x = torch.randn(M, K)
+        rows = fp8fn.explain(model, x, where="*", show=False).rows
+        assert [(row.weight, row.reason) for row in rows] == [("w", reason) for reason in reasons]
+        out = torch.compile(model, backend=without_inductor, fullgraph=True)(x)
+        assert snr(out, model(x)) > 100
+
+
+def test_an_rnn_hides_the_products_around_it() -> None:
+    """`explain` names the setting with which Dynamo captures them."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.rnn, self.after = nn.Linear(K, K), nn.LSTM(K, K), nn.Linear(K, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(self.rnn(self.before(x))[0])  # type: ignore[no-any-return]
+
+    model, x = Around(), torch.randn(2, M, K)
+    found = fp8fn.explain(model, x, where="*", show=False)
+    reasons = dict(found.outside)
+    assert reasons["before.weight"].endswith("set torch._dynamo.config.allow_rnn = True")
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert fp8fn.explain(model, x, where="*", show=False).substituted == 2
+
+
+def test_fp8_weights_beside_a_head_are_no_cause_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(K, N), "lm_head": nn.Linear(N, 512)})
+    fp8fn.quantize_weights(model)
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., Tensor]:
+        rewrite(gm, BLOCKWISE)
+        forward: Callable[..., Tensor] = gm.forward
+        return forward
+
+    with torch.no_grad(), caplog.at_level(logging.INFO, "fp8fn"):
+        torch.compile(lambda x: model["lm_head"](model["up"](x)), backend=backend)(torch.randn(M, K))
+    (record,) = (record for record in caplog.records if "0 of 2 products in FP8" in record.message)
+    assert record.levelno == logging.INFO
