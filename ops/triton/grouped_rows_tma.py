@@ -120,10 +120,8 @@ def accepts(product: ScaledProduct) -> str | None:
         return "groups are along K"
     if a.dtype not in OCP or b.dtype not in OCP:
         return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
-    if a.shape[-1] == 0:
-        return "K is 0"
-    if product.mean_rows < _LEAST_ROWS:
-        return f"a group has {product.mean_rows} rows in the mean, below {_LEAST_ROWS}"
+    if product.m == 0 or product.k == 0:
+        return "M is 0" if product.m == 0 else "K is 0"  # TMA has no map of a tensor without elements
     in_mx = is_mx(a_scale, a_block, b_scale, b_block)
     if not in_mx and not {a_block[1], b_block[0]} <= {_BK, WHOLE}:
         return f"blocks {a_block} and {b_block}: a scale must hold for {_BK} or all elements along K"
@@ -138,7 +136,12 @@ def accepts(product: ScaledProduct) -> str | None:
 
 
 def untuned(product: ScaledProduct) -> str | None:
-    """Why a launch that swizzles scales is not known to pay for itself, or None."""
+    """Why the kernel should not serve where no table names it, or None: groups of few rows, or scales of few K tiles.
+
+    `accepts` takes groups of few rows, because a table's row for M rows serves every product of more than M / 2 rows.
+    """
+    if product.mean_rows < _LEAST_ROWS:
+        return f"a group has {product.mean_rows} rows in the mean, below {_LEAST_ROWS}"
     a, b = product.a, product.b
     if not is_mx(a.scale, a.block, b.scale, b.block):
         return None

@@ -116,7 +116,7 @@ def _on(device: torch.device | str, parts: Sequence[torch.Tensor]) -> list[torch
 
 
 def space(problem: GroupsProblem) -> Iterator[tuple[str, Any, str | None]]:
-    """Each kernel's configurations and why one is not timed, or None; the default first."""
+    """Each kernel's configurations and why one is not timed, or None; the default is the first that is timed."""
     return _cuda_space(problem) if hopper_fault(problem.target) is None else _triton_space(problem)
 
 
@@ -150,8 +150,9 @@ def _triton_space(problem: GroupsProblem) -> Iterator[tuple[str, GemmConfig, str
 
     product = problem.product()
     if grouped_rows_tma.accepts(product) is None:
+        reason = grouped_rows_tma.untuned(product)
         for config in grouped_rows_tma.candidates(product):
-            yield "triton_tma", config, None
+            yield "triton_tma", config, reason
     own = configured(product)
     yield "triton", own, None
     for config, band in combinations(_triton_tiles(problem.target), _TRITON_BANDS):
@@ -220,7 +221,7 @@ FORM: Final = Form("scaled_grouped_mm", ("product", "M", "N", "K", "groups"), _p
 
 def default(problem: GroupsProblem) -> str:
     """The name of the configuration that serves where no table has the problem."""
-    kernel, config, _ = next(space(problem))
+    kernel, config = next((kernel, config) for kernel, config, reason in space(problem) if reason is None)
     return candidate_name(kernel, config)
 
 

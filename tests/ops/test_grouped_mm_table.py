@@ -122,6 +122,41 @@ def test_elsewhere_the_kernel_in_triton_is_tuned(layout: str, chip: Chip) -> Non
         FORM.problem((layout, *odd[1:5]), chip)
 
 
+@pytest.mark.parametrize("chip", [Chip("NVIDIA B200", 148), Chip("NVIDIA GeForce RTX 5090", 170)], ids=str)
+def test_a_row_of_a_kernel_by_tma_serves_every_product_of_its_key(chip: Chip) -> None:
+    """Where the key's groups have 86 rows in the mean, some of its products have 43: the table names their kernel."""
+    pytest.importorskip("triton")
+    key = ("rows", 2048, 512, 1024, 24)
+    config = FORM.candidates(FORM.problem(key, chip))["triton_tma"][1]
+    fastest = candidate_name("triton_tma", config)
+    few = replace(FORM.problem(("rows", 1025, *key[2:]), chip).product(), chip=chip)
+    assert key_of(few) == key
+    assert SCALED_GROUPED_MM.choose(few).name == "triton"
+    bench = DriftingBench(chip, lambda name: 100.0 if name == fastest else 150.0)
+    assert tune_op.sweep(tune_op.OPS["scaled_grouped_mm"], [key], bench, {}).left == 0  # type: ignore[arg-type]
+    choice = SCALED_GROUPED_MM.choose(few)
+    assert (choice.name, choice.config) == ("triton_tma", config)
+    assert choice.describe() == f"triton_tma by {measured.user_path(FORM, chip).name}"
+
+
+@pytest.mark.parametrize("chip", [Chip("NVIDIA B200", 148), Chip("NVIDIA GeForce RTX 5090", 170)], ids=str)
+def test_tiles_by_tma_are_not_timed_where_groups_have_few_rows(chip: Chip) -> None:
+    """`tune --dry-run` and the choice give one reason."""
+    pytest.importorskip("triton")
+    key, reason = ("rows", 1024, 512, 1024, 24), "a group has 43 rows in the mean, below 65"
+    problem = FORM.problem(key, chip)
+    assert "triton_tma" not in FORM.candidates(problem)
+    pruned = {name: why for name, why in FORM.pruned(problem).items() if name.startswith("triton_tma")}
+    assert len(pruned) >= 2
+    assert set(pruned.values()) == {reason}
+    lines = [line for line in tune_op.dry_run("scaled_grouped_mm", [key], chip).splitlines() if "triton_tma" in line]
+    assert len(lines) == len(pruned)
+    assert all(line.endswith(reason) for line in lines)
+    assert grouped_mm_table.default(problem) == candidate_name("triton", FORM.candidates(problem)["triton"][0])
+    choice = SCALED_GROUPED_MM.choose(replace(problem.product(), chip=chip))
+    assert choice.describe().endswith(f"not triton_tma: {reason}")
+
+
 def codes(arch: str) -> Iterator[tuple[GroupsProblem, str, Any]]:
     """A candidate for each machine code that is timed on an architecture, with its kernel."""
     named, seen = named_target(arch), set()

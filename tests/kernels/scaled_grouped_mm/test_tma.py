@@ -127,7 +127,7 @@ def test_counted_rows(target: Target, pair: Pair, zeros: bool) -> None:
         assert found[group, written:].isnan().all()
 
 
-@pytest.mark.parametrize("sizes", [(0, 0), (300,), (0, 300, 0), (3,) * 20, (127, 1, 128, 129)], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 0), (1,), (300,), (0, 300, 0), (3,) * 20, (127, 1, 128, 129)], ids=str)
 @pytest.mark.parametrize("pair", [PAIRS[0], MX], ids=str)
 def test_where_groups_end(pair: Pair, sizes: tuple[int, ...]) -> None:
     for rest in (0, 200):
@@ -224,12 +224,16 @@ def test_what_it_takes() -> None:
         assert accepts(planned(target)) == f"{target.name} is none of sm100, sm103, sm120"
         assert SCALED_GROUPED_MM.choose(planned(target)).name in ("cuda", "triton")
     few = planned(SM100, m=512)
-    assert accepts(few) == "a group has 64 rows in the mean, below 65"
-    assert SCALED_GROUPED_MM.choose(few).name == "triton"
+    assert accepts(few) is None
+    choice = SCALED_GROUPED_MM.choose(few)
+    assert choice.name == "triton"
+    assert "not triton_tma: a group has 64 rows in the mean, below 65" in choice.describe()
+    assert SCALED_GROUPED_MM.choose(planned(SM100, m=513)).name == "triton_tma"
     assert accepts(planned(SM100, ((1, 32), (128, 128), "fp32"))) == (
         "blocks (1, 32) and (128, 128): a scale must hold for 128 or all elements along K"
     )
     assert accepts(planned(SM100, k=0)) == "K is 0"
+    assert accepts(planned(SM100, m=0)) == accepts(planned(SM100, m=0, counts=True)) == "M is 0"
     assert accepts(planned(SM100, along_n=True)) is None
     for of in (planned(SM120, along_n=True), planned(SM100, MX, along_n=True)):
         assert accepts(of) == "b.mT has stride 4096 along its contiguous axis, not 1"
