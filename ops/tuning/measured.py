@@ -88,6 +88,9 @@ class Table:
     origin: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
 
 @lru_cache(maxsize=4096)
 def options_of(config: Any) -> Any:

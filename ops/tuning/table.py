@@ -44,7 +44,7 @@ _LARGEST_SIZE: Final = 2**63 - 1  # a size of a tensor
 _FP8: Final = {short_name(dtype): dtype for dtype in TYPES}
 _OUT: Final = {short_name(dtype): dtype for dtype in OUT}
 _users_allowed = True
-T = TypeVar("T", bound=Any)  # a table, which has a chip
+T = TypeVar("T", bound=Any)  # a table, which has a chip and as many rows as its length
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,9 @@ class Table:
     entries: Mapping[Problem, Entry]
     origin: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
+
+    def __len__(self) -> int:
+        return len(self.entries)
 
     @cached_property
     def neighbours(self) -> tuple[Neighbour, ...]:
@@ -162,7 +165,7 @@ def read_users(
     if faults:
         more = f", and {len(faults) - 1} more rows of it" if len(faults) > 1 else ""
         warn_once(f"tuning: {path}: {faults[0]}; it is left out{more}. Run `{command}` again")
-    return table
+    return table if len(table) or not faults else None
 
 
 def read_json(path: Path) -> Any:

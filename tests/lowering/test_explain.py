@@ -487,7 +487,8 @@ def test_the_kernel_of_a_batch_is_planned_for_a_batch() -> None:
         kernels.append(row.kernel)
     assert kernels[0].startswith("scaled_mm[")
     assert "not cublaslt_fast: a has 3 dimensions and b 3, not 2" in kernels[0]
-    assert kernels[1].startswith("scaled_mm[BM=256,BN=128,")
+    assert kernels[1].startswith("scaled_mm[BM=192,BN=128,")
+    assert "TURNS=0" in kernels[1]
     assert kernels[1].endswith("(cuda by the model)")
 
 
