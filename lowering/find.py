@@ -233,7 +233,10 @@ def _named(node: Node, name: str) -> Operands | None:
     """The operands of a product of `_TENSORS`, given by place or by name; `addmm_` writes into its first one."""
     in_place = name not in _TENSORS
     op, names = _TENSORS[name.removesuffix("_") if in_place else name]
-    tensors, others = list(node.args[: len(names)]), dict(node.kwargs)
+    # PyTorch takes scales before the tensors too, `addmm(beta, input, alpha, mat1, mat2)`, and a type after them.
+    positional = len(node.args)
+    given = node.args if positional <= len(names) else [arg for arg in node.args if value(arg) is not None]
+    tensors, others = list(given[: len(names)]), dict(node.kwargs)
     tensors += [others.pop(each) for each in names[len(tensors) :] if each in others]
     if len(tensors) < len(names):
         return None
@@ -243,6 +246,8 @@ def _named(node: Node, name: str) -> Operands | None:
         reason = f"{name} writes into its input: spell it with torch.{op}"
     elif op in _UNMATCHED:
         reason = f"{op} is not matched"
+    elif positional > len(names):
+        reason = f"{name} with {positional} positional arguments is not matched: give all but the tensors by name"
     elif others:
         reason = f"{name} with {', '.join(others)} is not matched"
     bias = tensors[0] if len(tensors) > 2 else None

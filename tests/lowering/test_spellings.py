@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -130,6 +130,37 @@ def test_what_is_left(name: str) -> None:
     function, reason = LEFT[name]
     rows = fp8fn.explain(Weights(function), torch.randn(M, K), where="*", show=False).rows
     assert {row.reason for row in rows} == {reason}
+
+
+POSITIONAL: Final[dict[str, tuple[Callable[[Weights, Tensor], Tensor], str]]] = {
+    "a scale": (
+        lambda m, x: torch.addmm(0.5, m.term, x, m.w),
+        "addmm with 4 positional arguments is not matched: give all but the tensors by name",
+    ),
+    "a scale and a weight on the left": (
+        lambda m, x: torch.addmm(0.5, x.repeat(4, 1), m.cell[:K], x.repeat(4, 1)),
+        "computed from a parameter (cell): fp8fn.linear takes it",
+    ),
+    "a type": (
+        lambda m, x: torch.mm(x.bfloat16(), m.w.bfloat16(), torch.float32),
+        "mm with 3 positional arguments is not matched: give all but the tensors by name",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:This overload of addmm is deprecated:UserWarning")
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_positional_arguments_beside_the_tensors(name: str) -> None:
+    """PyTorch takes scales before the tensors, and a type after them, which no CPU kernel computes."""
+    function, reason = POSITIONAL[name]
+    reasons: list[str | None] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        reasons.extend(decision.reason for decision in rewrite(gm, BLOCKWISE, "*"))
+        return lambda *inputs: inputs[:1]
+
+    torch.compile(Weights(function), backend=backend, fullgraph=True)(torch.randn(M, K))
+    assert reasons == [reason]
 
 
 @torch.compiler.nested_compile_region
