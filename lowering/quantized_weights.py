@@ -75,8 +75,11 @@ def _is_quantized(tensor: Tensor) -> bool:
 
 
 def _picks_rows(node: Node) -> bool:
-    """Whether a node indexes a tensor: indices are integers that nothing has quantized."""
-    return node.target in (operator.getitem, torch.index_select, torch.gather, *_PICKING_METHODS) and bool(node.args)
+    """Whether a node indexes a tensor by integers that nothing has quantized; those of a vector are codes."""
+    if node.target not in (operator.getitem, torch.index_select, torch.gather, *_PICKING_METHODS) or not node.args:
+        return False
+    indexed = value(node.args[0])
+    return indexed is None or indexed.ndim != 1
 
 
 def _is_product(node: Node) -> bool:

@@ -51,7 +51,7 @@ def rebuilt_buffers(model: nn.Module, device: torch.device | str | None) -> list
 
 def _built_again(module: nn.Module, names: list[str]) -> dict[str, Tensor]:
     make: Callable[..., nn.Module] = type(module)
-    with torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         fresh = make(module.config)
     return {name: getattr(fresh, name) for name in names}
 
@@ -83,7 +83,7 @@ def _initialized_copy(model: nn.Module, names: list[str], before: int) -> nn.Mod
         memo[id(buffer)] = torch.full(buffer.shape, before, dtype=buffer.dtype)
     copied = copy.deepcopy(model, memo)
     modules = dict(copied.named_modules())
-    with torch.no_grad(), torch.device("cpu"):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for prefix, module in modules.items():
             owner = _innermost(modules, prefix)
             if owner is not None:

@@ -122,6 +122,10 @@ LEFT: dict[str, tuple[Callable[[Weights, Tensor], Tensor], str]] = {
         lambda m, x: torch.einsum("mk,nmk->mn", x, m.w.mT[(torch.arange(M)[:, None] + torch.arange(8)).mT]),
         "computed from a parameter (w): fp8fn.linear takes it",
     ),
+    "a codebook": (
+        lambda m, x: x @ m.row.flatten()[torch.zeros(K, N, dtype=torch.int32)],
+        "the weight is int32 data with scales already, which the recipe never quantizes again",
+    ),
 }  # fmt: skip
 
 

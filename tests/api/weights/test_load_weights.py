@@ -284,6 +284,7 @@ class Initializing(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Positions):
             nn.init.ones_(module.weight)
+            torch.randn(())  # as an initialization draws numbers
             if "ids" in self.knows:
                 module.ids.copy_(torch.arange(256)[None])  # type: ignore[operator]
         if isinstance(module, Initializing) and "factor" in self.knows:
@@ -302,7 +303,9 @@ def test_meta_buffers_that_the_model_initializes(tmp_path: Path, inside: bool) -
             model._init_weights = lambda module: None  # type: ignore[assignment]
     loaded: Any = model[0] if inside else model  # type: ignore[index]
     loaded.positions.weight = nn.Parameter(torch.full((256, 256), 3.0))  # real already: not initialized either
+    state = torch.get_rng_state()
     fp8fn.load_weights(model, tmp_path / "saved")
+    assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(loaded.positions.ids, torch.arange(256)[None])
     assert loaded.positions.factor == 16.0
     assert not loaded.positions.weight.any()
