@@ -57,7 +57,7 @@ def _built_again(module: nn.Module, names: list[str]) -> dict[str, Tensor]:
 
 
 def _initialized(model: nn.Module, names: list[str]) -> dict[str, Tensor]:
-    """Those of the buffers that a copy of the model initializes: they have the same values whatever was in them."""
+    """The named buffers that a copy of the model initializes: two copies agree on these, whatever was in them."""
     names = [name for name in names if _has_buffer(model, name)]
     try:
         first, second = (_initialized_copy(model, names, before) for before in (0, 1))
