@@ -61,7 +61,7 @@ def _spell_as_einsum(node: Node, name: str, is_weight: Callable[[Any], bool]) ->
     left, right = tensor_of(a).dim(), tensor_of(b).dim()
     if min(left, right) < 1 or left + right > len(string.ascii_letters) or isinstance(dims, Node):
         return
-    count: Any = 1 if name == "inner" else 2 if dims is None else dims
+    count: Any = 2 if dims is None else dims
     if name == "inner":
         pairs = [(left - 1, right - 1)]
     elif isinstance(count, int):
