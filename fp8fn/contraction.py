@@ -11,13 +11,15 @@ class Product(NamedTuple):
     """The orders of axes that make a contraction a matrix product; `contracted` axes are summed over.
 
     Order `a` moves the contracted axes of the left operand to its end, `b` those of the right operand to its front.
-    Order `out` moves the free axes of both operands to their places in the result.
+    Order `out` moves the free axes of both operands to their places in the result. The first `batch` axes of each order
+    are those of a batch of products.
     """
 
     a: tuple[int, ...]
     b: tuple[int, ...]
     out: tuple[int, ...]
     contracted: int
+    batch: int = 0
 
     def repeats(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
         """Whether tensors of these shapes are summed over an axis of size 1 in one of them, which einsum repeats.
@@ -25,13 +27,18 @@ class Product(NamedTuple):
         Symbolic sizes are not compared, because a comparison adds a guard.
         """
         left = [a[axis] for axis in self.a[len(self.a) - self.contracted :]]
-        right = [b[axis] for axis in self.b[: self.contracted]]
+        right = [b[axis] for axis in self.b[self.batch : self.batch + self.contracted]]
+        left += [a[axis] for axis in self.a[: self.batch]]
+        right += [b[axis] for axis in self.b[: self.batch]]
         pairs = zip(left, right, strict=True)
         return any(isinstance(x, int) and isinstance(y, int) and x != y for x, y in pairs)
 
 
-def as_product(equation: str, a_ndim: int, b_ndim: int) -> Product | None:
-    """The product that an einsum equation describes; None if it describes a batch, another sum, or no product."""
+def as_product(equation: str, a_ndim: int, b_ndim: int, *, batched: bool = False) -> Product | None:
+    """The product that an einsum equation describes; None if it describes another sum, or no product.
+
+    Equations with an axis of both operands and of the result describe a batch, and are taken only if `batched`.
+    """
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow or len(terms) != 2:
@@ -41,13 +48,15 @@ def as_product(equation: str, a_ndim: int, b_ndim: int) -> Product | None:
     a, b, out = terms[0].replace("...", lead), terms[1], out.replace("...", lead)
     if (len(a), len(b)) != (a_ndim, b_ndim) or any(len(set(term)) != len(term) for term in (a, b, out)):
         return None
-    contracted = [axis for axis in a if axis in b]
-    free = [[axis for axis in term if axis not in contracted] for term in (a, b)]
-    if not contracted or sorted(free[0] + free[1]) != sorted(out):
+    batch = [axis for axis in a if axis in b and axis in out] if batched else []
+    contracted = [axis for axis in a if axis in b and axis not in batch]
+    free = [[axis for axis in term if axis not in (*batch, *contracted)] for term in (a, b)]
+    if not contracted or sorted(batch + free[0] + free[1]) != sorted(out):
         return None
     return Product(
-        a=tuple(map(a.index, free[0] + contracted)),
-        b=tuple(map(b.index, contracted + free[1])),
-        out=tuple(map((free[0] + free[1]).index, out)),
+        a=tuple(map(a.index, batch + free[0] + contracted)),
+        b=tuple(map(b.index, batch + contracted + free[1])),
+        out=tuple(map((batch + free[0] + free[1]).index, out)),
         contracted=len(contracted),
+        batch=len(batch),
     )

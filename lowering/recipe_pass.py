@@ -218,9 +218,11 @@ def _added(graph: Graph, product: Node, total: Sum, node: Node, substitutes: Map
     """`alpha * product + beta * term`, in the type of the sum `node`: autocast casts the term, `torch.add` does not."""
     if total.alpha != 1:
         product = graph.call_function(torch.mul, (product, total.alpha))
-    if total.beta == 0:  # reads no term, whose NaN would stay
-        return product
     term, dtype = substitutes.get(total.term, total.term), tensor_of(node).dtype
+    if total.beta == 0:  # ignores the term's NaN and Inf, but gives it a gradient of zeros
+        if not tensor_of(total.term).requires_grad:
+            return product
+        term = graph.call_function(torch.nan_to_num, (term, 0.0, 0.0, 0.0))
     if tensor_of(total.term).dtype != dtype:
         term = graph.call_function(torch.ops.aten.to.dtype, (term, dtype))
     return graph.call_function(torch.add, (product, term), {} if total.beta == 1 else {"alpha": total.beta})

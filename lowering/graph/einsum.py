@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from fp8fn.contraction import Product, as_product
 from fp8fn.lowering.graph.nodes import tensor_of
@@ -40,7 +41,7 @@ def reduce_einsums(gm: GraphModule, is_weight: Callable[[Any], bool]) -> None:
             a, b, equation = b, a, ",".join(reversed(terms.split(","))) + arrow + out
         if not is_weight(b):
             continue
-        product = as_product(equation, tensor_of(a).dim(), tensor_of(b).dim())
+        product = as_product(equation, tensor_of(a).dim(), tensor_of(b).dim(), batched=True)
         if product is not None and not product.repeats(tensor_of(a).shape, tensor_of(b).shape):
             _spell(gm.graph, node, a, b, product)
 
@@ -80,25 +81,38 @@ def _spell(graph: Graph, node: Node, a: Node, b: Node, product: Product) -> None
     def call(target: Callable[..., Any], *args: Any) -> Node:
         made = graph.call_function(target, args)
         made.meta.update(node.meta)
-        made.meta["example_value"] = target(*(tensor_of(arg) if isinstance(arg, Node) else arg for arg in args))
+        made.meta["example_value"] = target(*map_arg(args, lambda each: each.meta["example_value"]))
         return made
 
     def in_order(x: Node, order: tuple[int, ...]) -> Node:
         return x if list(order) == sorted(order) else call(torch.permute, x, order)
 
-    columns = tuple(tensor_of(b).shape[axis] for axis in product.b[product.contracted :])
-    if not columns:
+    def size(x: Node, axis: int) -> int | Node:
+        known = tensor_of(x).shape[axis]
+        return known if isinstance(known, int) else call(torch.Tensor.size, x, axis)
+
+    batch = product.batch
+    rows = product.a[batch : len(product.a) - product.contracted]
+    if batch + product.contracted == len(product.b) or (batch and not rows):
         return
     with graph.inserting_before(node):
+        columns = tuple(size(b, axis) for axis in product.b[batch + product.contracted :])
         left, right = in_order(a, product.a), in_order(b, product.b)
         if product.contracted > 1:
             left = call(torch.flatten, left, -product.contracted)
-            right = call(torch.flatten, right, 0, product.contracted - 1)
+            right = call(torch.flatten, right, batch, batch + product.contracted - 1)
         if len(columns) > 1:
-            right = call(torch.flatten, right, 1)
+            right = call(torch.flatten, right, batch + 1)
+        if batch:  # a batch of matrices has three dimensions
+            left = call(torch.flatten, left, batch, -2) if len(rows) > 1 else left
+            left, right = (call(torch.flatten, x, 0, batch - 1) if batch > 1 else x for x in (left, right))
         out = call(torch.matmul, left, right)
         if len(columns) > 1:
             out = call(torch.unflatten, out, -1, columns)
+        if batch and len(rows) > 1:
+            out = call(torch.unflatten, out, 1, tuple(size(a, axis) for axis in rows))
+        if batch > 1:
+            out = call(torch.unflatten, out, 0, tuple(size(b, axis) for axis in product.b[:batch]))
         out = in_order(out, product.out)
     node.replace_all_uses_with(out)
     graph.erase_node(node)

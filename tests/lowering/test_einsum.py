@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 import fp8fn
 from fp8fn.contraction import as_product
+from support.accuracy import snr
+from support.traced import both_passes
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,30 @@ def test_products(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> None
     free += [w.shape[axis] for axis in product.b[product.contracted :]]
     out = (left @ right).reshape(free).permute(product.out)
     torch.testing.assert_close(out, torch.einsum(equation, x, w))
+
+
+@pytest.mark.parametrize(
+    "equation", ["bnpd,ndf->bnpf", "nbd,nfd->bnf", "bshe,hde->bshd", "hnbd,hndf->bfnh", "dnb,nd->nb"]
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_batches_of_weights(equation: str, dynamic: bool, fresh_dynamo: None) -> None:
+    """Experts and heads with a matrix each: a product of batches, but for one without columns."""
+    sizes = {"b": 17, "s": 18, "p": 16, "n": 3, "h": 2, "d": 128, "e": 128, "f": 256}
+    left, right = equation.partition("->")[0].split(",")
+    weight, backend = nn.Parameter(torch.randn([sizes[axis] for axis in right])), both_passes()
+    compiled = torch.compile(
+        lambda x: torch.einsum(equation, x, weight), backend=backend, fullgraph=True, dynamic=dynamic
+    )
+    for b, p in ((17, 16), (33, 20)):
+        x = torch.randn([(sizes | {"b": b, "p": p})[axis] for axis in left], requires_grad=True)
+        out, expected = compiled(x), torch.einsum(equation, x, weight)
+        found, wanted = (torch.autograd.grad(y.square().sum(), (x, weight)) for y in (out, expected))
+        assert {decision.reason for decision in backend.decided} == {
+            "einsum is not matched" if equation == "dnb,nd->nb" else None
+        }
+        for got, want in ((out, expected), *zip(found, wanted, strict=True)):
+            assert got.shape == want.shape
+            assert snr(got, want) > 24
 
 
 @pytest.mark.parametrize(
