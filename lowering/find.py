@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +94,8 @@ class Gemm:
     """One product of a graph, `a` by the weight `b`; `flipped` if the weight is the left operand, `c = (aᵀ bᵀ)ᵀ`.
 
     `total` is the sum that the product is a term of, if it adds more than a bias. `groups` describes the groups of a
-    `torch._grouped_mm`; `parameter` is the graph input of the weight, if known.
+    `torch._grouped_mm`; `parameter` is the graph input of the weight, if known. A product in a region that is called
+    several times is found once: `weights` are the names of its weights in all calls.
     """
 
     node: Node
@@ -107,6 +109,7 @@ class Gemm:
     groups: Groups | None = None
     parameter: Node | None = None
     total: Sum | None = None
+    weights: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -117,43 +120,39 @@ class Gemm:
 def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Iterator[Gemm]:
     """Yields every product of the graph and of its nested regions, with a reason for each that FP8 cannot take.
 
-    `outer` maps the inputs of a region to the nodes of the graph around it.
+    `outer` maps the inputs of a region to the nodes of the graph around it. A region's product is replaced for all its
+    calls, or left with the first reason.
     """
-    outer = {} if outer is None else outer
-    calls: dict[GraphModule, list[dict[Node, Node]]] = {}
-    for node in gm.graph.nodes:
-        if (inner := region_of(gm, node)) is not None:
-            calls.setdefault(inner[0], []).append(inner[1])
+    found: dict[Node, list[Gemm]] = {}
+    for gemms in _in_each_call(gm, {} if outer is None else outer):
+        first = found.setdefault(gemms[0].node, gemms)
+        if first is not gemms:
+            kept = gemms if first[0].reason is None and gemms[0].reason is not None else first
+            weights = *(first[0].weights or [first[0].site.weight]), gemms[0].site.weight
+            found[gemms[0].node] = [replace(each, weights=weights) for each in kept]
+    for gemms in found.values():
+        yield from gemms
+
+
+def _in_each_call(gm: GraphModule, outer: Mapping[Node, Node]) -> Iterator[list[Gemm]]:
+    """The products of each node that has any, again for each call of the region that it is in."""
     for node in gm.graph.nodes:
         operands = _operands(node)
         in_groups = find_grouped.operands(node)
         if in_groups is not None:
-            yield _classify_grouped(node, outer, in_groups)
+            yield [_classify_grouped(node, outer, in_groups)]
         elif node.op == "call_function" and (node.target in _OTHERS or attention.REASON in node.meta):
-            yield from _classify_other(node, outer)
+            if gemms := list(_classify_other(node, outer)):
+                yield gemms
         elif operands is not None:
             gemm = _classify(node, outer, operands)
             if gemm is not None:
-                yield gemm
+                yield [gemm]
         elif (inner := region_of(gm, node)) is not None:
-            given = calls.pop(inner[0], [])
-            yield from _of_all_calls(inner[0], [{**outer, **each} for each in given])
+            yield from _in_each_call(inner[0], {**outer, **inner[1]})
         elif isinstance(node.target, HigherOrderOperator):
-            yield from _of_other_region(gm, node, outer)
-
-
-def _of_all_calls(region: GraphModule, outers: Sequence[Mapping[Node, Node]]) -> Iterator[Gemm]:
-    """The products of a region, once for all of its calls: each is replaced for all, or left with the first reason."""
-    found: dict[Node, list[Gemm]] = {}
-    for outer in outers:
-        here: dict[Node, list[Gemm]] = {}
-        for gemm in find_gemms(region, outer):
-            here.setdefault(gemm.node, []).append(gemm)
-        for node, gemms in here.items():
-            if node not in found or (found[node][0].reason is None and gemms[0].reason is not None):
-                found[node] = gemms
-    for gemms in found.values():
-        yield from gemms
+            for _, same in itertools.groupby(_of_other_region(gm, node, outer), key=lambda each: each.node):
+                yield list(same)
 
 
 def _of_other_region(gm: GraphModule, node: Node, outer: Mapping[Node, Node]) -> Iterator[Gemm]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -27,7 +27,7 @@ from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe
 from fp8fn.ops.sharded import plain_of
 from fp8fn.ops.tuning.estimate import Parts, Times
-from fp8fn.site import Where, matches, patterns_of, why_none_match, why_not, why_not_by_default
+from fp8fn.site import Site, Where, matches, patterns_of, why_none_match, why_not, why_not_by_default
 from fp8fn.weights.fp8_weight import is_gathered
 
 _log = logging.getLogger("fp8fn")
@@ -93,17 +93,26 @@ def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads:
         return Decision(gemm, impossible, False, None)
     chip = chip_for(site.device, target)
     times = estimated(site, recipe, chip)
-    reason, gathered = why_not(site, where), _is_gathered_for(recipe, gemm.b)
+    reason, gathered = _of_calls(gemm, partial(why_not, where=where)), _is_gathered_for(recipe, gemm.b)
     if where is None:
         compared = _is_16_bit(gemm.node) and not gathered
         slower = why_slower(times, backward=torch.is_grad_enabled()) if compared else None
-        reason = why_not_by_default(site) or heads.why(gemm) or slower
+        reason = _of_calls(gemm, why_not_by_default) or heads.why(gemm) or slower
     if reason is not None or not _is_16_bit(gemm.node):
         return Decision(gemm, reason, True, times)
     parts = None if times is None else times.parts
     if gemm.groups is not None and gemm.groups.over == "M":
         parts = parts_of_groups(site, recipe, chip)
     return Decision(gemm, reason, True, times, None if parts is None else _taken(gemm, parts), gathered)
+
+
+def _of_calls(gemm: Gemm, why: Callable[[Site], str | None]) -> str | None:
+    """The reason why a product stays; one in a region that is called several times stays in all calls, or in none."""
+    for name in gemm.weights or [gemm.site.weight]:
+        reason = why(replace(gemm.site, weight=name))
+        if reason is not None:
+            return reason if name == gemm.site.weight else f"{reason} ({name}, in another call of this region)"
+    return None
 
 
 def _is_gathered_for(recipe: Recipe, weight: Node) -> bool:
@@ -168,7 +177,7 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
     # The exact pass reports products on FP8 data itself; the recipe takes no product of two activations.
     gemms = [decision.gemm for decision in decisions if decision.gemm.parameter is not None]
     weights = [gemm for gemm in gemms if why_not_operands(gemm.a, gemm.b, {}) is None]
-    names, patterns = [gemm.site.weight for gemm in weights], patterns_of(where)
+    names, patterns = [name for gemm in weights for name in (gemm.weights or [gemm.site.weight])], patterns_of(where)
     elsewhere = not _MATCHED.isdisjoint(patterns)  # in another graph of a model that Dynamo broke into several
     _MATCHED.update(pattern for pattern in patterns if any(matches(name, [pattern]) for name in names))
     unmatched = None if taken else why_none_match(where, names)

@@ -175,24 +175,47 @@ def without_inductor(gm: torch.fx.GraphModule, _: object) -> Callable[..., Tenso
     return forward
 
 
-def test_a_region_that_several_layers_share() -> None:
+@torch.compiler.nested_compile_region
+def two_layers(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return layer(layer(x, v), w) * 2
+
+
+class Layers(nn.Module):
+    """Three weights of one region; with `around`, two of them in a region that calls it."""
+
+    def __init__(self, *, around: bool) -> None:
+        super().__init__()
+        self.around = around
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(K, K) / 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.around:
+            return layer(two_layers(x, self.layers[0], self.layers[1]), self.layers[2])
+        for w in self.layers:
+            x = layer(x, w)
+        return x
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_region_that_several_layers_share(around: bool) -> None:
     """Its product is replaced once, for all of its calls, and listed once."""
-
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ParameterList(nn.Parameter(torch.randn(K, K) / 8) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for w in self.layers:
-                x = layer(x, w)
-            return x
-
-    model, x = Layers(), torch.randn(M, K, requires_grad=True)
+    model, x = Layers(around=around), torch.randn(M, K, requires_grad=True)
     found = fp8fn.explain(model, x, where="*", show=False)
     out = torch.compile(model, backend=without_inductor, fullgraph=True)(x)
     assert 20 < snr(out, model(x)) < 60
     assert [(row.weight, row.reason) for row in found.rows] == [("layers.0", None)]
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("left", range(3))
+def test_a_shared_region_with_a_weight_that_where_leaves_out(left: int, around: bool) -> None:
+    """No call of it is in FP8, whichever call the weight is of."""
+    model, x = Layers(around=around), torch.randn(M, K, requires_grad=True)
+    where = [f"layers.{each}" for each in range(3) if each != left]
+    found = fp8fn.explain(model, x, where=where, show=False)
+    assert [(row.weight, row.reason) for row in found.rows] == [
+        ("layers.0", f"where said no (layers.{left}, in another call of this region)" if left else "where said no")
+    ]
 
 
 class Own(torch.autograd.Function):
