@@ -303,21 +303,21 @@ def _plan_triton(product: ScaledProduct, config: GemmConfig | None) -> tuple[Lau
 
 
 def _by_tma(product: ScaledProduct) -> str | None:
-    from fp8fn.ops.triton import grouped_rows_tma
+    from fp8fn.ops.triton import grouped_tma
 
-    return grouped_rows_tma.accepts(product)
+    return grouped_tma.accepts(product)
 
 
 def _untuned_by_tma(product: ScaledProduct) -> str | None:
-    from fp8fn.ops.triton import grouped_rows_tma
+    from fp8fn.ops.triton import grouped_tma
 
-    return grouped_rows_tma.untuned(product)
+    return grouped_tma.untuned(product)
 
 
 def _plan_tma(product: ScaledProduct, config: GemmConfig | None) -> tuple[Launch, ...]:
-    from fp8fn.ops.triton import grouped_rows_tma
+    from fp8fn.ops.triton import grouped_tma
 
-    return grouped_rows_tma.plan_grouped_rows_tma(product, config)
+    return grouped_tma.plan_grouped_tma(product, config)
 
 
 def _named(product: ScaledProduct) -> Named | None:

@@ -145,13 +145,13 @@ def _cuda_space(problem: GroupsProblem) -> Iterator[tuple[str, ScaledMmConfig, s
 
 
 def _triton_space(problem: GroupsProblem) -> Iterator[tuple[str, GemmConfig, str | None]]:
-    from fp8fn.ops.triton import grouped_rows_tma
+    from fp8fn.ops.triton import grouped_tma
     from fp8fn.ops.triton.scaled_grouped_mm import configured
 
     product = problem.product()
-    if grouped_rows_tma.accepts(product) is None:
-        reason = grouped_rows_tma.untuned(product)
-        for config in grouped_rows_tma.candidates(product):
+    if grouped_tma.accepts(product) is None:
+        reason = grouped_tma.untuned(product)
+        for config in grouped_tma.candidates(product):
             yield "triton_tma", config, reason
     own = configured(product)
     yield "triton", own, None

@@ -22,7 +22,7 @@ from fp8fn.ops.reference.statistics import statistics
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.statistics import WIDTH, Column, Watched
 from fp8fn.ops.targets import Target
-from fp8fn.ops.triton import grouped_mm_a16w8, grouped_rows_tma, mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
+from fp8fn.ops.triton import grouped_mm_a16w8, grouped_tma, mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
 from fp8fn.ops.triton.amax import plan_amax
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
@@ -416,8 +416,8 @@ TRITON: Final = (
     KernelInfo("scaled_mm_tma.py", _scaled_mm_tma, 1e-5, 2.0**-10, emulated=_SCALED, nan=_NAN),
     KernelInfo("scaled_grouped_mm.py", _scaled_grouped_mm, 1e-5, 2.0**-10, emulated=_TOKENS, nan=_NAN),
     KernelInfo(
-        "grouped_rows_tma.py",
-        partial(_rows_of_groups, grouped_rows_tma.plan_grouped_rows_tma, GemmConfig(128, 128, 8, 3, GROUP=2), GROUPED),
+        "grouped_tma.py",
+        partial(_rows_of_groups, grouped_tma.plan_grouped_tma, GemmConfig(128, 128, 8, 3, GROUP=2), GROUPED),
         1e-5, 2.0**-10, emulated=tuple(f"{groups} {kind}" for groups in ("rows", "counts") for kind in GROUPED),
         nan=_NAN, targets=("sm100",),
     ),

@@ -21,7 +21,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
 from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, SM120, Chip, Target
 from fp8fn.ops.triton.gemm_config import GemmConfig
-from fp8fn.ops.triton.grouped_rows_tma import accepts, candidates, plan_grouped_rows_tma
+from fp8fn.ops.triton.grouped_tma import accepts, candidates, plan_grouped_tma
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
 from fp8fn.ops.tuning import grouped_mm_table
@@ -83,7 +83,7 @@ def counted(
 
 
 def interpreted(
-    product: ScaledProduct, target: Target, plan: Any = plan_grouped_rows_tma, config: GemmConfig = CONFIG
+    product: ScaledProduct, target: Target, plan: Any = plan_grouped_tma, config: GemmConfig = CONFIG
 ) -> Tensor:
     out = product.out.clone()
     for launch in plan(replace(product, out=out, target=target), config):
@@ -179,7 +179,7 @@ def test_on_sm100_weights_may_lie_along_n(pair: Pair) -> None:
     b.view(torch.uint8)[4, 0] = 0x7F  # the first line of the expert behind
     product.b.data.view(torch.uint8)[4, 0] = 0x7F
     along_n = replace(product, b=product.b._replace(data=b), target=SM100)
-    launch = plan_grouped_rows_tma(along_n, CONFIG)[-1]
+    launch = plan_grouped_tma(along_n, CONFIG)[-1]
     assert launch.constexprs["B_TURNED"] is True
     assert_near(interpreted(along_n, SM100), interpreted(product, SM100))
 
@@ -273,7 +273,7 @@ def test_no_default_spills(target: Target, pair: Pair) -> None:
             planned(target, pair, 8191, 4093, 2001, along_n=along_n, out=FP32, bias=True),
             planned(target, pair, 1000, 4093, counts=True, along_n=along_n, out=FP32, bias=True),
         ):
-            for launch in plan_grouped_rows_tma(product):
+            for launch in plan_grouped_tma(product):
                 assert_no_spills(launch.resources(), target)
 
 
@@ -284,7 +284,7 @@ def test_no_candidate_spills(target: Target, pair: Pair) -> None:
     for along_n in (False, True) if target is SM100 and pair == PAIRS[0] else (False,):
         product = planned(target, pair, along_n=along_n)
         for config in candidates(product):
-            for launch in plan_grouped_rows_tma(product, config):
+            for launch in plan_grouped_tma(product, config):
                 assert_no_spills(launch.resources(), target)
 
 

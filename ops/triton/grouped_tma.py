@@ -112,7 +112,7 @@ def grouped_rows_tma(
 
 
 def accepts(product: ScaledProduct) -> str | None:
-    """None where `plan_grouped_rows_tma` takes these operands, else the reason why not."""
+    """None where `plan_grouped_tma` takes these operands, else the reason why not."""
     (a, a_scale, a_block), (b, b_scale, b_block), target = product.a, product.b, product.target
     if target.backend != "cuda" or target.arch not in _ARCHITECTURES:
         return f"{target.name} is none of {', '.join(f'sm{arch}' for arch in _ARCHITECTURES)}"
@@ -169,7 +169,7 @@ def candidates(product: ScaledProduct) -> tuple[GemmConfig, ...]:
     return (GemmConfig(128, 128, 8, 3), GemmConfig(128, 64, 8, 3), GemmConfig(128, 128, 8, 4))
 
 
-def plan_grouped_rows_tma(product: ScaledProduct, config: GemmConfig | None = None) -> tuple[TritonLaunch, ...]:
+def plan_grouped_tma(product: ScaledProduct, config: GemmConfig | None = None) -> tuple[TritonLaunch, ...]:
     """The launches of `out (M, N) = a (M, K) @ b (E, K, N)`, or of `out (E, M, N) = a (E, M, K) @ b (E, K, N)`.
 
     See `accepts`, and `plan_scaled_grouped_mm` for what else holds.
