@@ -1,4 +1,4 @@
-"""Pieces of both kernels of groups of rows: which tile has which rows, the scales of a K tile, and the stores."""
+"""Pieces of the kernels of groups: which tile has which rows, the scales of a K tile, and the stores."""
 
 from __future__ import annotations
 
@@ -117,6 +117,13 @@ def store_rows(out, acc, offset_m, start_n, end, N, out_m, BM: tl.constexpr, BN:
     else:
         offset_n = start_n + tl.arange(0, BN)
         tl.store(rows + offset_n[None, :], result, mask=(offset_m[:, None] < end) & (offset_n[None, :] < N))
+
+
+@triton.jit
+def selected(tile, inside):
+    """The elements of an FP8 tile that are inside, and zeros."""
+    kept = tl.where(inside, tile.to(tl.uint8, bitcast=True), 0)
+    return kept.to(tl.uint8).to(tile.dtype, bitcast=True)
 
 
 def places_of(groups: int) -> int:

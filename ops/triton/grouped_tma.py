@@ -1,7 +1,9 @@
-"""Products of groups of rows by TMA on Blackwell: contiguous groups, or the first rows of each expert's matrix.
+"""Products of groups by TMA on Blackwell: of rows, contiguous or the first of each expert's matrix, and along K.
 
-A box of a may begin at any row, and has those of the next group too: rows are independent, and only a group's own are
-stored. The places of tiles, the scales and the stores are those of ops/triton/scaled_grouped_mm.py.
+A box of rows may begin at any of them, and has those of the next group too: rows are independent, and only a group's
+own are stored. Along K, where groups begin at multiples of less than a box, a group's last box has tokens of the next
+group, and passes through registers, which keep its own. The places of tiles, the scales and the stores are those of
+ops/triton/scaled_grouped_mm.py.
 """
 
 from __future__ import annotations
@@ -14,16 +16,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8fn.ops.cuda.gemm.operands import as_batch, map_fault
+from fp8fn.ops.groups import most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.group_tiles import (
+    borders,
     in_product,
     places,
     places_of,
     promoted,
+    selected,
     store_rows,
     strides_of_rows,
     tile_rows,
@@ -33,7 +38,7 @@ from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_grouped_mm import formats_of
 from fp8fn.ops.triton.swizzle_scales import LINES, SCRATCH, plan_swizzle, swizzled_boxes, tma_scales
-from fp8fn.ops.triton.tile_order import grouped_tile
+from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
 from fp8fn.ops.triton.views import ceil_div, is_wide
 from fp8fn.ops.tuning.mx_triton import few_steps
 
@@ -111,24 +116,93 @@ def grouped_rows_tma(
     store_rows(out, acc, offset_m, start_n, stop, N, out_m, BM, BN, HALVES)
 
 
+@triton.jit
+def grouped_k_tma(
+    a, b, out, a_scale, b_scale, bias, offsets, M, N, T, E, out_e, out_m, as_m, as_k, bs_k, bs_n, bias_e,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+    A_M: tl.constexpr, B_N: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """One tile, as of `grouped_k_mm` with spread tokens.
+
+    `a (M, K)`, with `A_TURNED` `(K, M)`, and `b (N, K)`, with `B_TURNED` `(K, N)`, are boxes.
+    """
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    group = tl.program_id(0) // (tiles_m * tiles_n)
+    tile_m, tile_n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    start, end = borders(offsets, group, T, E)
+    tokens = tl.maximum(end - start, 0)
+    start_m = tile_m * BM
+    start_n = tile_n * BN
+    offset_m = start_m + tl.arange(0, BM)
+    offset_n = start_n + tl.arange(0, BN)
+    origin = (start // UNIT + group) * UNIT
+    a_scale += (start // BK + group).to(tl.int64) * as_k
+    b_scale += (start // BK + group).to(tl.int64) * bs_k
+    A_VECTOR: tl.constexpr = A_M % BM != 0
+    B_VECTOR: tl.constexpr = B_N % BN != 0
+
+    if UNIT == BK:
+        whole = tl.cdiv(tokens, BK)  # zeros follow the last token
+    else:
+        whole = tokens // BK
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(whole):
+        a_tile, b_tile = _along_k(a, b, start_m, start_n, origin + k * BK, A_TURNED, B_TURNED)
+        a_value = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+        b_value = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+        acc += scaled(tl.dot(a_tile, b_tile), a_value, b_value, A_VECTOR, B_VECTOR)
+        a_scale += as_k
+        b_scale += bs_k
+    if UNIT != BK:  # noqa: SIM102 - known when the kernel is compiled
+        if whole * BK < tokens:
+            inside = tl.arange(0, BK) < tokens - whole * BK
+            a_tile, b_tile = _along_k(a, b, start_m, start_n, origin + whole * BK, A_TURNED, B_TURNED)
+            product = tl.dot(selected(a_tile, inside[None, :]), selected(b_tile, inside[:, None]))
+            a_value = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+            b_value = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            acc += scaled(product, a_value, b_value, A_VECTOR, B_VECTOR)
+
+    if bias is not None:
+        row = bias + group.to(tl.int64) * bias_e
+        acc += tl.load(row + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
+    store_rows(out + group.to(tl.int64) * out_e, acc, offset_m, start_n, M, N, out_m, BM, BN, HALVES)
+
+
+@triton.jit
+def _along_k(a, b, start_m, start_n, token, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr):
+    """The K tile from `token` on, `(BM, BK)` of a and `(BK, BN)` of b."""
+    if A_TURNED:
+        a_tile = a.load([token, start_m]).T
+    else:
+        a_tile = a.load([start_m, token])
+    if B_TURNED:
+        b_tile = b.load([token, start_n])
+    else:
+        b_tile = b.load([start_n, token]).T
+    return a_tile, b_tile
+
+
 def accepts(product: ScaledProduct) -> str | None:
     """None where `plan_grouped_tma` takes these operands, else the reason why not."""
     (a, a_scale, a_block), (b, b_scale, b_block), target = product.a, product.b, product.target
     if target.backend != "cuda" or target.arch not in _ARCHITECTURES:
         return f"{target.name} is none of {', '.join(f'sm{arch}' for arch in _ARCHITECTURES)}"
-    if b.dim() == 2:
-        return "groups are along K"
     if a.dtype not in OCP or b.dtype not in OCP:
         return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
     if product.m == 0 or product.k == 0:
         return "M is 0" if product.m == 0 else "K is 0"  # TMA has no map of a tensor without elements
     in_mx = is_mx(a_scale, a_block, b_scale, b_block)
+    along_k = b.dim() == 2
+    if along_k and a_block[1] != _BK:
+        return f"blocks {a_block} and {b_block}: groups along K are taken in blocks of {_BK} tokens"
     if not in_mx and not {a_block[1], b_block[0]} <= {_BK, WHOLE}:
         return f"blocks {a_block} and {b_block}: a scale must hold for {_BK} or all elements along K"
-    if (fault := map_fault(a)) is not None:
+    either = target.arch in _EITHER_AXIS and not in_mx
+    if (fault := map_fault(a)) is not None and not (either and along_k and map_fault(a.mT) is None):
         return f"a {fault}"
-    turned = target.arch in _EITHER_AXIS and not in_mx and map_fault(b) is None
-    if not turned and (fault := map_fault(b.mT)) is not None:
+    if (fault := map_fault(b.mT)) is not None and not (either and map_fault(b) is None):
         return f"b.mT {fault}"
     if is_wide(*(x[0] if x.dim() == 3 else x for x in (product.out, a_scale, b_scale))):
         return "an element of out or of the scales lies at an offset of more than 32 bits"  # such a form would spill
@@ -140,6 +214,8 @@ def untuned(product: ScaledProduct) -> str | None:
 
     `accepts` takes groups of few rows, because a table's row for M rows serves every product of more than M / 2 rows.
     """
+    if product.b.data.dim() == 2:
+        return f"M is {product.m}, below {_LEAST_ROWS}" if product.m < _LEAST_ROWS else None
     if product.mean_rows < _LEAST_ROWS:
         return f"a group has {product.mean_rows} rows in the mean, below {_LEAST_ROWS}"
     a, b = product.a, product.b
@@ -164,21 +240,23 @@ def candidates(product: ScaledProduct) -> tuple[GemmConfig, ...]:
     if target.arch == 120:
         return (GemmConfig(128, 64, 8, 3), GemmConfig(64, 64, 4, 3), GemmConfig(64, 128, 8, 3))
     if b.block[1] == 1 and b.block[0] != WHOLE:
-        # With a vector of scales of b for each K tile 128 columns spill 20 to 52 where N is partial.
-        return (GemmConfig(128, 64, 8, 3), GemmConfig(128, 64, 8, 4))
+        # With a vector of scales of b for each K tile 128 columns spill where N is partial.
+        even = b.data.dim() == 2 and product.m % 128 == 0 and product.n % 128 == 0
+        return (GemmConfig(128, 64, 8, 3), GemmConfig(128, 64, 8, 4), *([GemmConfig(128, 128, 8, 3)] if even else []))
     return (GemmConfig(128, 128, 8, 3), GemmConfig(128, 64, 8, 3), GemmConfig(128, 128, 8, 4))
 
 
 def plan_grouped_tma(product: ScaledProduct, config: GemmConfig | None = None) -> tuple[TritonLaunch, ...]:
-    """The launches of `out (M, N) = a (M, K) @ b (E, K, N)`, or of `out (E, M, N) = a (E, M, K) @ b (E, K, N)`.
+    """The launches of a product that `accepts` takes; see `plan_scaled_grouped_mm` for what else holds."""
+    config = config or configured(product)
+    return _plan_rows(product, config) if product.b.data.dim() == 3 else (_plan_k(product, config),)
 
-    See `accepts`, and `plan_scaled_grouped_mm` for what else holds.
-    """
+
+def _plan_rows(product: ScaledProduct, config: GemmConfig) -> tuple[TritonLaunch, ...]:
     (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
     bias, target, masked = product.bias, product.target, product.counts is not None
     offsets = product.group_ends if product.counts is None else product.counts
     m, n, k, groups = product.m, product.n, product.k, offsets.shape[0]
-    config = config or configured(product)
     formats, turned = formats_of(product), map_fault(b.mT) is not None
     before: tuple[TritonLaunch, ...] = ()
     scales: dict[str, Tensor | TensorDescriptor] = {"a_scale": storage(a_scale), "b_scale": storage(b_scale)}
@@ -206,6 +284,39 @@ def plan_grouped_tma(product: ScaledProduct, config: GemmConfig | None = None) -
         binds={**(SCRATCH if before else {}), **({"offsets": "counts"} if masked else {})},
     )  # fmt: skip
     return *before, multiply
+
+
+def _plan_k(product: ScaledProduct, config: GemmConfig) -> TritonLaunch:
+    (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
+    bias, offsets = product.bias, product.group_ends
+    a_scale, b_scale = storage(a_scale), storage(b_scale)
+    m, n, k, groups = product.m, product.n, product.k, offsets.shape[0]
+    a_turned, b_turned = map_fault(a) is not None, map_fault(b.mT) is not None
+    return TritonLaunch(
+        kernel=grouped_k_tma,
+        grid=(groups * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
+        args={
+            "a": _lines_of(a, config.BM, a_turned), "b": _lines_of(b.mT, config.BN, b_turned), "out": out,
+            "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "offsets": offsets,
+            "M": m, "N": n, "T": most_tokens(k, groups), "E": groups, "out_e": out.stride(0), "out_m": out.stride(1),
+            "as_m": a_scale.stride(0), "as_k": a_scale.stride(1), "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1),
+            "bias_e": 0 if bias is None else bias.stride(0),
+        },
+        constexprs={
+            "BM": config.BM, "BN": config.BN, "BK": _BK, "UNIT": unit_of(k, groups), "GROUP": config.GROUP,
+            "A_M": a_block[0], "B_N": b_block[1], "A_TURNED": a_turned, "B_TURNED": b_turned,
+            "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "HALVES": config.HALVES,
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        target=product.target,
+    )  # fmt: skip
+
+
+def _lines_of(x: Tensor, lines: int, turned: bool) -> TensorDescriptor:
+    """Boxes of `lines` rows of `x (M, K)` by a K tile; with `turned` those of `x.mT`, by as many columns."""
+    if turned:
+        return TensorDescriptor.from_tensor(as_batch(x.mT)[0], [_BK, lines])
+    return TensorDescriptor.from_tensor(as_batch(x)[0], [lines, _BK])
 
 
 def _box_of(b: Tensor, columns: int, turned: bool) -> TensorDescriptor:

@@ -27,6 +27,7 @@ from fp8fn.ops.triton.group_tiles import (
     places,
     places_of,
     promoted,
+    selected,
     store_rows,
     strides_of_rows,
     tile_rows,
@@ -193,7 +194,7 @@ def grouped_k_mm(
             b_tile = tl.load(b_pointers, mask=(token[:, None] < K) & (offset_n[None, :] < N), other=0.0)
             # By a selection: a mask with the group's borders in it would make every load one of single bytes.
             inside = (token >= start) & (token < end)
-            acc += tl.dot(_selected(a_tile, inside[None, :]), _selected(b_tile, inside[:, None]))
+            acc += tl.dot(selected(a_tile, inside[None, :]), selected(b_tile, inside[:, None]))
         a_pointers += BK * a_k
         b_pointers += BK * b_k
 
@@ -213,13 +214,6 @@ def mx_scales(scales, lines, end, first, K, step, step_k, BK: tl.constexpr):
     block_k = (first // 32 + tl.arange(0, BK // 32)).to(lines.dtype)
     inside = (lines[:, None] < end) & (block_k[None, :] * 32 < K)
     return tl.load(scales + lines[:, None] * step + block_k[None, :] * step_k, mask=inside, other=0)
-
-
-@triton.jit
-def _selected(tile, inside):
-    """The elements of an FP8 tile that are inside, and zeros."""
-    kept = tl.where(inside, tile.to(tl.uint8, bitcast=True), 0)
-    return kept.to(tl.uint8).to(tile.dtype, bitcast=True)
 
 
 def plan_scaled_grouped_mm(product: ScaledProduct, config: GemmConfig | None = None) -> tuple[TritonLaunch]:

@@ -84,24 +84,26 @@ def test_what_is_tuned_is_what_the_dispatch_takes(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "chip"),
+    ("layout", "chip", "default"),
     [
-        ("rows", Chip("AMD Instinct MI300X", 304)), ("turned rows", Chip("AMD Instinct MI355X", 256)),
-        ("tokens", Chip("NVIDIA L40S", 142)), ("squares of a", Chip("NVIDIA B200", 148)),
+        ("rows", Chip("AMD Instinct MI300X", 304), "triton"),
+        ("turned rows", Chip("AMD Instinct MI355X", 256), "triton"),
+        ("tokens", Chip("NVIDIA L40S", 142), "triton"),
+        ("squares of a", Chip("NVIDIA B200", 148), "triton_tma"),
     ],
-)  # fmt: skip
-def test_elsewhere_the_kernel_in_triton_is_tuned(layout: str, chip: Chip) -> None:
+)
+def test_elsewhere_the_kernels_in_triton_are_tuned(layout: str, chip: Chip, default: str) -> None:
     target = target_of_chip(chip)
     problem = replace_target(problem_of(layout), target)
     product = replace(problem.product(), chip=chip)
     assert key_of(product) == (layout, *SIZES.get(layout, SUMMED), 4)
     before = SCALED_GROUPED_MM.choose(product)
-    assert (before.name, before.config) == ("triton", None)
-    timed = FORM.candidates(problem)["triton"]
+    assert (before.name, before.config) == (default, None)
+    timed, first = (FORM.candidates(problem)[name] for name in ("triton", default))
     assert len(set(timed)) == len(timed) > 10
     (launch,) = before.plan(product)
-    assert candidate_name("triton", timed[0]) == grouped_mm_table.default(problem)
-    assert (launch.constexprs["BM"], launch.constexprs["BN"]) == (timed[0].BM, timed[0].BN)  # type: ignore[attr-defined]
+    assert candidate_name(default, first[0]) == grouped_mm_table.default(problem)
+    assert (launch.constexprs["BM"], launch.constexprs["BN"]) == (first[0].BM, first[0].BN)  # type: ignore[attr-defined]
     wanted = next(config for config in timed if config.BM == 64 or config.BM == 256)
     row = tuned(layout, candidate_name("triton", wanted), chip)
     assert (row.kernel, row.config) == ("triton", wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -195,10 +195,23 @@ def _rows_of_groups(
 
 
 def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
+    plan, config = scaled_grouped_mm.plan_scaled_grouped_mm, GemmConfig(32, 64, 4, 2, GROUP=2)
+    yield from _rows_of_groups(plan, config, GROUPED, place, target)
+    yield from _groups_of_tokens(plan, config, GROUPED_BLOCKS, place, target)
+
+
+def _grouped_tma(place: Place, target: Target) -> Forms:
+    plan, config = grouped_tma.plan_grouped_tma, GemmConfig(128, 128, 8, 3, GROUP=2)
+    yield from _rows_of_groups(plan, config, GROUPED, place, target)
+    yield from _groups_of_tokens(plan, config, [block for block in GROUPED_BLOCKS if block[0] == 128], place, target)
+
+
+def _groups_of_tokens(
+    plan: Callable[..., Any], config: GemmConfig, blocks: Sequence[Block], place: Place, target: Target
+) -> Forms:
+    """Groups along K, whose tokens are summed over."""
     offsets_, tokens, experts = ends(SIZES), sum(SIZES) + REST, len(SIZES)
-    config = GemmConfig(32, 64, 4, 2, GROUP=2)
-    yield from _rows_of_groups(scaled_grouped_mm.plan_scaled_grouped_mm, config, GROUPED, place, target)
-    for block in GROUPED_BLOCKS:
+    for block in blocks:
         operands = Operands(place)
         offsets = operands.input("offsets", (experts,), torch.int32, values=offsets_)
         beside = (block[0], 1)  # of one side only, squares have one scale
@@ -209,7 +222,7 @@ def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
         out = operands.output("out", (experts, M, N), FP32)
         given = ScaledProduct(a=a.mT, b=b, offsets=offsets, out=out, target=target)
         operands.expected = partial(kernel_info.grouped_product, given)
-        yield Form(f"tokens {block}", scaled_grouped_mm.plan_scaled_grouped_mm(given, config), operands)
+        yield Form(f"tokens {block}", plan(given, config), operands)
 
 
 def _grouped_mm_a16w8(place: Place, target: Target) -> Forms:
@@ -416,10 +429,9 @@ TRITON: Final = (
     KernelInfo("scaled_mm_tma.py", _scaled_mm_tma, 1e-5, 2.0**-10, emulated=_SCALED, nan=_NAN),
     KernelInfo("scaled_grouped_mm.py", _scaled_grouped_mm, 1e-5, 2.0**-10, emulated=_TOKENS, nan=_NAN),
     KernelInfo(
-        "grouped_tma.py",
-        partial(_rows_of_groups, grouped_tma.plan_grouped_tma, GemmConfig(128, 128, 8, 3, GROUP=2), GROUPED),
-        1e-5, 2.0**-10, emulated=tuple(f"{groups} {kind}" for groups in ("rows", "counts") for kind in GROUPED),
-        nan=_NAN, targets=("sm100",),
+        "grouped_tma.py", _grouped_tma, 1e-5, 2.0**-10,
+        emulated=(*(f"{groups} {kind}" for groups in ("rows", "counts") for kind in GROUPED), "tokens"), nan=_NAN,
+        targets=("sm100",),
     ),
     KernelInfo(
         "mm_a16w8.py", _mm_a16w8, 1e-5, 1e-5, emulated=tuple(str(block) for block in BLOCKS),
