@@ -2,7 +2,8 @@
 
 The layers are small decoder layers (`bench decoder`) on the CPU. A compile time is the time of the first step, forward
 and backward, from empty caches, minus that of the second step. Three ways take turns in random order: plain Inductor,
-Inductor inside `substitution()`, which visits every node and finds nothing to replace, and the backend "fp8fn".
+Inductor inside `substitution()`, which visits every node and finds nothing to replace, and the backend "fp8fn". With
+--dynamic the number of tokens is a symbol.
 
 Wall time and the processor time of this process are measured. Processor time excludes the C++ compiler, and other
 processes disturb it less. Exit status 1 where `substitution()` adds 10 % or more to the median processor time.
@@ -60,7 +61,7 @@ def now() -> Seconds:
     return Seconds(time.perf_counter(), time.process_time())
 
 
-def compile_seconds(way: Way, layers: int) -> Seconds:
+def compile_seconds(way: Way, layers: int, *, dynamic: bool = False) -> Seconds:
     """The time of one compilation of forward and backward, with empty caches of Inductor and Dynamo."""
     from torch._inductor.utils import fresh_cache
 
@@ -69,7 +70,7 @@ def compile_seconds(way: Way, layers: int) -> Seconds:
     model = nn.Sequential(*(Decoder(_HIDDEN, _INTERMEDIATE) for _ in range(layers))).bfloat16()
     x = torch.randn(1, _TOKENS, _HIDDEN, dtype=torch.bfloat16)
     with fresh_cache(), way.inside():
-        compiled = torch.compile(model, **way.options)
+        compiled = torch.compile(model, dynamic=dynamic or None, **way.options)
         first, second = (_step(compiled, model, x) for _ in range(2))
     torch._dynamo.reset()
     return first.since(second)
@@ -81,17 +82,17 @@ def _step(compiled: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> 
     return now().since(start)
 
 
-def measure(layers: int = 32, rounds: int = 5) -> dict[str, list[Seconds]]:
+def measure(layers: int = 32, rounds: int = 5, *, dynamic: bool = False) -> dict[str, list[Seconds]]:
     """The times of each way in each round. What a process does once happens before the first round."""
     for way in WAYS.values():
-        compile_seconds(way, 1)
+        compile_seconds(way, 1, dynamic=dynamic)
     seconds: dict[str, list[Seconds]] = {name: [] for name in WAYS}
     order = list(WAYS)
     shuffle = random.Random(0).shuffle
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            seconds[name].append(compile_seconds(WAYS[name], layers))
+            seconds[name].append(compile_seconds(WAYS[name], layers, dynamic=dynamic))
     return seconds
 
 
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bench compile",
         __doc__,
         "",
-        "--layers 8 --rounds 3",
+        "--layers 8 --rounds 3\n--dynamic --json compile_dynamic.json",
     )
     parser.add_argument(
         "--layers", type=options.positive, default=32, metavar="L", help="layers of the model (default: 32)"
@@ -120,9 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=options.positive, default=5, metavar="R", help="compilations of each way (default: 5)"
     )
+    parser.add_argument("--dynamic", action="store_true", help="the number of tokens is a symbol")
     options.add_json(parser)
     args = parser.parse_args(argv)
-    seconds = measure(args.layers, args.rounds)
+    seconds = measure(args.layers, args.rounds, dynamic=args.dynamic)
     for name, samples in seconds.items():
         middle, more = medians(samples), growth(seconds, name)
         print(
@@ -131,5 +133,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
     if args.json:
-        write(args.json, "compile", {"layers": args.layers, "seconds": seconds})
+        write(args.json, "compile", {"layers": args.layers, "dynamic": args.dynamic, "seconds": seconds})
     return int(growth(seconds, CHECKED).processor >= BAR)

@@ -205,6 +205,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("cold", cold.table, optional=True),
         _committed("overhead", overhead),
         _committed("compile", compiled),
+        _committed("compile-dynamic", compiled),
         _committed("seeds", seeds.of_document, optional=True),
     ),
     "distributed.md": (

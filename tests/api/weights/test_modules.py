@@ -9,6 +9,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -477,6 +478,30 @@ def test_other_ops_dequantize_with_one_warning_each() -> None:
     expected = ["aten.mul.Tensor", "aten.abs.default"]
     assert [str(each.message).partition(" ")[0] for each in said] == expected
     assert str(said[0].message) == ("aten.mul.Tensor has no FP8 form: the weight (64, 128) is dequantized at each call")
+
+
+@pytest.mark.parametrize(
+    "make_layer", [nn.MultiheadAttention, partial(nn.TransformerEncoderLayer, dim_feedforward=512)]
+)
+def test_a_fused_layer_names_the_switch_that_keeps_its_products_in_fp8(make_layer: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    fused, x = make_layer(256, 4, batch_first=True).eval(), torch.randn(2, 16, 256)
+    given = (x,) * (3 if isinstance(fused, nn.MultiheadAttention) else 1)
+    fp8fn.quantize_weights(fused, where="*")
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        expected = fused(*given)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            found = fused(*given)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert len(said) == 1
+    assert str(said[0].message).endswith(
+        "; torch.backends.mha.set_fastpath_enabled(False) has its products computed one by one, in FP8"
+    )
+    first, second = (out[0] if isinstance(out, tuple) else out for out in (expected, found))
+    assert snr(second, first) > 60
 
 
 FALLBACKS: dict[str, Callable[[Tensor], Tensor]] = {
