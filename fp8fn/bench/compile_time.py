@@ -113,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bench compile",
         __doc__,
         "",
-        "--layers 8 --rounds 3\n--dynamic --json compile_dynamic.json",
+        "--layers 8 --rounds 3",
+        "--dynamic --json compile_dynamic.json",
     )
     parser.add_argument(
         "--layers", type=options.positive, default=32, metavar="L", help="layers of the model (default: 32)"

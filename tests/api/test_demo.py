@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -445,6 +446,33 @@ def test_conclusion_of_a_pair() -> None:
         "OK: FP8's final validation loss is +0.50% from the baseline's; +1% is allowed."
     )
     assert conclusion(pairs_of((2.0, math.nan))) == "FAIL: a loss is not finite (baseline 2.0, FP8 nan)."
+
+
+def test_two_standard_errors_are_allowed_where_they_were_measured() -> None:
+    """A deviation of 3 % from pair to pair: +7 % of one pair, and of four in the mean +4 %."""
+    assert [verdict(pairs_of((1.0, loss)), 0.03) for loss in (1.0699, 1.0701)] == [0, 1]
+    four = [pairs_of(*[(1.0, loss)] * 4) for loss in (1.0399, 1.0401)]
+    assert [verdict(pairs, 0.03) for pairs in four] == [0, 1]
+    assert conclusion(pairs_of((1.0, 1.05)), 0.03) == (
+        "OK: FP8's final validation loss is +5.00% from the baseline's; +1% is allowed, and twice 3.0%, the standard "
+        "error of 1 pair at this size; --seeds 8 allows +3.1%."
+    )
+    assert conclusion(pairs_of(*[(1.0, 1.05)] * 8), 0.03).endswith(
+        "+1% is allowed, and twice 1.1%, the standard error of 8 pairs at this size."
+    )
+
+
+@pytest.mark.parametrize("size", ["small", "1b"])
+def test_deviations_are_those_of_the_committed_runs(size: str) -> None:
+    found = []
+    for run in record.committed("loss")["results"]["runs"]:
+        losses = {row["variant"]: row["losses"] for row in run["rows"]}
+        if run["setting"]["size"] != size:
+            continue
+        for name, by_seed in losses.items():
+            if name != "bf16" and len(by_seed) >= 5:
+                found.append(standard_deviation([by_seed[seed] / losses["bf16"][seed] - 1 for seed in by_seed]))
+    assert fmean(found) == pytest.approx(PRESETS[size].deviation, rel=0.1)
 
 
 def test_conclusion_of_several_pairs_has_the_standard_error() -> None:
