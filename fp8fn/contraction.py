@@ -48,10 +48,11 @@ def as_product(equation: str, a_ndim: int, b_ndim: int, *, batched: bool = False
     a, b, out = terms[0].replace("...", lead), terms[1], out.replace("...", lead)
     if (len(a), len(b)) != (a_ndim, b_ndim) or any(len(set(term)) != len(term) for term in (a, b, out)):
         return None
-    batch = [axis for axis in a if axis in b and axis in out] if batched else []
+    # Batch and free axes in the result's order: PyTorch's einsum lays its result out by them.
+    batch = [axis for axis in out if axis in a and axis in b] if batched else []
     contracted = [axis for axis in a if axis in b and axis not in batch]
-    free = [[axis for axis in term if axis not in (*batch, *contracted)] for term in (a, b)]
-    if not contracted or sorted(batch + free[0] + free[1]) != sorted(out):
+    free = [[axis for axis in out if axis in term and axis not in (*batch, *contracted)] for term in (a, b)]
+    if not contracted or sorted({*a, *b}) != sorted([*contracted, *out]):
         return None
     return Product(
         a=tuple(map(a.index, batch + free[0] + contracted)),

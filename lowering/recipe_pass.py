@@ -211,8 +211,8 @@ def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node
             args = (a, b, gemm.groups.offsets, None, recipe.key, node.meta["example_value"].dtype)
             out = graph.call_function(torch.ops.fp8fn.grouped_gemm.default, args)
         product = out
-        if gemm.flipped:
-            out = transpose(out)
+        if gemm.flipped:  # PyTorch's result is contiguous, and a view may rely on it
+            out = graph.call_function(torch.ops.aten.contiguous.default, (transpose(out),))
         if gemm.total is not None:
             out = _added(graph, out, gemm.total, node, substitutes)
     out.meta.update(node.meta)

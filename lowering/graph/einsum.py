@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Sequence
+from functools import cmp_to_key
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fp8fn.contraction import Product, as_product
 from fp8fn.lowering.graph.nodes import tensor_of
+from fp8fn.lowering.graph.views import equal, is_less
 
 # Each function, and the names of its arguments.
 _CONTRACTIONS: Final = {
@@ -81,7 +84,10 @@ def _spell(graph: Graph, node: Node, a: Node, b: Node, product: Product) -> None
     def call(target: Callable[..., Any], *args: Any) -> Node:
         made = graph.call_function(target, args)
         made.meta.update(node.meta)
-        made.meta["example_value"] = target(*map_arg(args, lambda each: each.meta["example_value"]))
+        examples = map_arg(args, lambda each: each.meta["example_value"])
+        if target is torch.matmul:  # autocast gives both operands the type of the result
+            examples = [example.to(tensor_of(node).dtype) for example in examples]
+        made.meta["example_value"] = target(*examples)
         return made
 
     def in_order(x: Node, order: tuple[int, ...]) -> Node:
@@ -114,5 +120,23 @@ def _spell(graph: Graph, node: Node, a: Node, b: Node, product: Product) -> None
         if batch > 1:
             out = call(torch.unflatten, out, 0, tuple(size(b, axis) for axis in product.b[:batch]))
         out = in_order(out, product.out)
+        if (order := _other_layout(tensor_of(out), tensor_of(node))) is not None:
+            out = in_order(call(torch.ops.aten.contiguous.default, in_order(out, order)), _inverse(order))
     node.replace_all_uses_with(out)
     graph.erase_node(node)
+
+
+def _other_layout(found: Tensor, wanted: Tensor) -> tuple[int, ...] | None:
+    """The axes of `wanted`, those of the largest strides first; None if `found` is known to have the same strides."""
+    axes, strides = range(wanted.dim()), wanted.stride()
+    if all(equal(found.stride(axis), strides[axis]) or equal(wanted.shape[axis], 1) for axis in axes):
+        return None
+
+    def compare(one: int, other: int) -> int:
+        return is_less(strides[one], strides[other]) - is_less(strides[other], strides[one])
+
+    return tuple(sorted(axes, key=cmp_to_key(compare)))
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(order.index, range(len(order))))

@@ -53,6 +53,13 @@ def _known(a: Size, b: Size) -> bool:
     return bool(statically_known_true(sym_eq(a, b)))
 
 
+def is_less(a: Size, b: Size) -> bool:
+    """Whether a size is known to be less than another; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports SymPy
+
+    return bool(statically_known_true(a < b))
+
+
 def same_sizes(a: Sequence[Size], b: Sequence[Size]) -> bool:
     """Whether two shapes are known to be equal; adds no guard."""
     return len(a) == len(b) and all(map(equal, a, b))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fp8fn
 from fp8fn.contraction import as_product
+from fp8fn.lowering.graph.nodes import tensor_of
 from support.accuracy import snr
 from support.traced import both_passes
 
@@ -54,6 +55,48 @@ def test_batches_of_weights(equation: str, dynamic: bool, fresh_dynamo: None) ->
         for got, want in ((out, expected), *zip(found, wanted, strict=True)):
             assert got.shape == want.shape
             assert snr(got, want) > 24
+
+
+@pytest.mark.parametrize(
+    "equation",
+    ["bd,fd->fb", "fd,bd->fb", "bsd,fd->sbf", "bsd,dhe->bhse", "bpnd,ndf->npbf", "nbd,nfd->nfb", "hnbd,hndf->nhbf",
+     "nbd,ndhe->nebh", "ndhe,nbd->nebh"],
+)  # fmt: skip
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_result_is_laid_out_as_pytorch_does(equation: str, dynamic: bool, fresh_dynamo: None) -> None:
+    """A view of it, which only some layouts allow, would otherwise fail when the model is compiled."""
+    sizes = {"b": 17, "s": 18, "p": 16, "n": 3, "h": 2, "d": 128, "e": 128, "f": 256}
+    operands = [torch.randn([sizes[axis] for axis in term]) for term in equation.partition("->")[0].split(",")]
+    left = "b" not in equation.partition(",")[0]
+    weight, x = nn.Parameter(operands[not left]), operands[left]
+    backend = both_passes()
+    compiled = torch.compile(
+        lambda x: torch.einsum(equation, *((weight, x) if left else (x, weight))),
+        backend=backend, fullgraph=True, dynamic=dynamic,
+    )  # fmt: skip
+    wanted = torch.einsum(equation, *operands)
+    found = compiled(x)
+    assert [decision.reason for decision in backend.decided] == [None]
+    assert found.stride() == wanted.stride()
+    assert snr(found, wanted) > 24
+
+
+@pytest.mark.parametrize("equation", ["bd,fd->bf", "bnd,ndf->bnf", "nbd,nfd->nfb"])
+def test_autocast_of_operands_of_two_types(equation: str, fresh_dynamo: None) -> None:
+    sizes = {"b": 17, "n": 3, "d": 128, "f": 256}
+    left, right = equation.partition("->")[0].split(",")
+    weight, backend = nn.Parameter(torch.randn([sizes[axis] for axis in right])), both_passes()
+    x = torch.randn([sizes[axis] for axis in left], dtype=torch.bfloat16)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.einsum(equation, x, weight)
+
+    found, wanted = torch.compile(function, backend=backend, fullgraph=True)(x), function(x)
+    assert [decision.reason for decision in backend.decided] == [None]
+    assert tensor_of(backend.decided[0].gemm.node).dtype == found.dtype == torch.bfloat16
+    assert found.stride() == wanted.stride()
+    assert snr(found, wanted) > 24
 
 
 @pytest.mark.parametrize(

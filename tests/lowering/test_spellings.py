@@ -55,6 +55,7 @@ FOUND: dict[str, Callable[[Weights, Tensor], Tensor]] = {
     "addmm with scales": lambda m, x: torch.addmm(m.row, x, m.w, beta=0.5, alpha=2.0),
     "addmm without its term": lambda m, x: torch.addmm(torch.where(m.row > 0, m.row, torch.nan), x, m.w, beta=0),
     "baddbmm": lambda m, x: torch.baddbmm(m.term, doubled(x), m.stack, alpha=3),
+    "a view of the weight's product": lambda m, x: (m.w.mT @ x.mT).view(-1),
     "tensordot": lambda m, x: torch.tensordot(x.unflatten(0, (2, -1)), m.w, dims=1),
     "tensordot over given axes": lambda m, x: torch.tensordot(x.unflatten(1, (8, -1)), m.w.view(8, -1, N)),
     "tensordot by names": lambda m, x: torch.tensordot(a=x, b=m.w.mT, dims=([1], [-1])),
