@@ -22,16 +22,16 @@ class Product(NamedTuple):
     batch: int = 0
 
     def repeats(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
-        """Whether tensors of these shapes are summed over an axis of size 1 in one of them, which einsum repeats.
+        """Whether a contracted or batch axis has size 1 in one of tensors of these shapes, which einsum repeats.
 
-        Symbolic sizes are not compared, because a comparison adds a guard.
+        Symbolic sizes are not compared, because a comparison adds a guard; beside 1 they count as another size.
         """
         left = [a[axis] for axis in self.a[len(self.a) - self.contracted :]]
         right = [b[axis] for axis in self.b[self.batch : self.batch + self.contracted]]
         left += [a[axis] for axis in self.a[: self.batch]]
         right += [b[axis] for axis in self.b[: self.batch]]
-        pairs = zip(left, right, strict=True)
-        return any(isinstance(x, int) and isinstance(y, int) and x != y for x, y in pairs)
+        known = ([size for size in pair if isinstance(size, int)] for pair in zip(left, right, strict=True))
+        return any(len(set(sizes)) == 2 or sizes == [1] for sizes in known)
 
 
 def as_product(equation: str, a_ndim: int, b_ndim: int, *, batched: bool = False) -> Product | None:

@@ -157,6 +157,22 @@ def test_a_model_that_repeats_an_axis(fresh_dynamo: None) -> None:
     assert row.reason == "einsum is not matched"
 
 
+@pytest.mark.parametrize(
+    ("equation", "a", "b", "axis"),
+    [("hnbd,hndf->hnbf", (4, 3, 17, 128), (1, 3, 128, 256), 0),
+     ("hnbd,hndf->hnbf", (4, 3, 17, 128), (4, 1, 128, 256), 1),
+     ("bde,edf->bf", (17, 128, 4), (1, 128, 256), 2), ("bd,df->bf", (17, 128), (1, 256), 1)],
+)  # fmt: skip
+def test_an_axis_of_one_element_is_repeated_to_a_symbolic_size(
+    equation: str, a: tuple[int, ...], b: tuple[int, ...], axis: int, fresh_dynamo: None
+) -> None:
+    x, weight, backend = torch.randn(a), nn.Parameter(torch.randn(b)), both_passes()
+    torch._dynamo.mark_dynamic(x, axis)
+    compiled = torch.compile(lambda x: torch.einsum(equation, x, weight), backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x), torch.einsum(equation, x, weight))
+    assert [decision.reason for decision in backend.decided] == ["einsum is not matched"]
+
+
 def test_explain_names_their_weights(fresh_dynamo: None) -> None:
     rows = fp8fn.explain(Heads(), torch.randn(2, 32, 256), where="*", show=False).rows
     assert [(row.weight, row.shape, row.reason is None) for row in rows if row.weight] == [
