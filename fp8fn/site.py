@@ -22,9 +22,11 @@ LEAST_M: Final = 16
 # Below this size launches and quantization take about as long as the product (measured on an H200 at 4096 rows).
 LEAST_WORTHWHILE: Final = 512
 # Heads, routers and embeddings are the most sensitive to FP8's rounding and a small part of the work. The backend and
-# `convert` share this list. The head of Meta's Llama is `output`, which is a layer's name in other models.
+# `convert` share this list. The head of Meta's Llama is `output`, which is a layer's name in other models. A norm may
+# hold the layer that computes its scale, `norm1.linear.weight`; DBRX's `norm_attn_norm` holds all of attention.
 _SENSITIVE: Final = re.compile(
-    r"(?:^|\.)(lm_head|output_head|head|classifier|\w*embed\w*|wte|wpe|\w*norm\w*|router|gate)(?:\.|$)"
+    r"(?:^|\.)(lm_head|output_head|head|classifier|\w*embed\w*|wte|wpe|router|gate)(?:\.|$)"
+    r"|(?:^|\.)(\w*norm\w*)(?:\.\w+){0,2}$"
     r"|^(output)\.weight$"
 )
 
@@ -103,7 +105,7 @@ def why_sensitive(weight: str, n: int, k: int) -> str | None:
     found = _SENSITIVE.search(weight)
     if found is None or (found[1] == "gate" and isinstance(n, int) and n >= k):
         return None
-    return f"sensitive: {found[1] or found[2]}; where='*' takes it too"
+    return f"sensitive: {found[1] or found[2] or found[3]}; where='*' takes it too"
 
 
 def selected(site: Site, where: Where) -> bool:

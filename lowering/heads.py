@@ -55,7 +55,7 @@ class Heads:
             return f"sensitive: an embedding reads the weight too; {_TAKES}"
         for owner in owners:
             for name, root in self._modules.paths(owner):
-                reason = why_sensitive(name, gemm.site.n, gemm.site.k)
+                reason = why_sensitive(f"{name}.weight", gemm.site.n, gemm.site.k)
                 if reason is not None:
                     return reason
                 tables = [module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)]

@@ -189,6 +189,7 @@ def test_explain_names_what_matches_nothing(caplog: pytest.LogCaptureFixture) ->
         ("layers.0.input_layernorm.weight", "input_layernorm"), ("vit.patch_embed.proj.weight", "patch_embed"),
         ("model.layers.0.mlp.gate_proj.weight", None), ("layers.0.attention.output.weight", None),
         ("model.layers.0.self_attn.o_proj.weight", None), ("layers.0.headed.weight", None),
+        ("blocks.0.norm1.linear.weight", "norm1"), ("blocks.0.norm_attn_norm.attn.Wqkv.weight", None),
     ],
 )  # fmt: skip
 def test_one_list_of_names(name: str, part: str | None) -> None:
@@ -300,3 +301,7 @@ def test_a_head_compiled_alone_has_its_name_in_the_model() -> None:
     assert reasons(decided(model["lm_head"], x)) == {"weight": "sensitive: lm_head; where='*' takes it too"}
     assert reasons(decided(model["lm_head"], x, where="*")) == {"weight": None}
     assert reasons(decided(nn.Linear(WIDTH, 1024), x)) == {"weight": None}
+    llama = nn.ModuleDict({"output": nn.Linear(WIDTH, 1024)})
+    assert reasons(decided(llama["output"], x)) == {"weight": "sensitive: output; where='*' takes it too"}
+    dbrx = nn.ModuleDict({"norm_attn_norm": nn.ModuleDict({"attn": nn.Sequential(nn.Linear(WIDTH, 1024))})})
+    assert reasons(decided(dbrx["norm_attn_norm"]["attn"][0], x)) == {"weight": None}  # type: ignore[index]
