@@ -21,6 +21,7 @@ from fp8fn.lowering.find import Gemm
 from fp8fn.lowering.graph.nodes import origin_of, value
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.missed_weights import Seen
+from fp8fn.lowering.names import watch_weights
 from fp8fn.lowering.recipe_pass import Decision, decide, step_of
 from fp8fn.lowering.whole_step import StepTimes
 from fp8fn.ops import mx_mm, scaled_mm, targets
@@ -33,7 +34,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.torch_private.core import is_traceable_wrapper_subclass
-from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match
+from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match, why_not
 
 _LOG = logging.getLogger("fp8fn")
 
@@ -102,14 +103,26 @@ def explain(
             origin_of(decision.gemm.node)[0] or row.node for decision, row in zip(decisions, decided, strict=True)
         ]
         merged = _with_substitutions(decided, origins, substitutions)
-        rows.extend(merged)
         # Estimates and measurements are for the recipe's products, not for those that a pattern made.
         ours = [row is before for row, before in zip(merged, decided, strict=False)]
-        steps.append(step_of([decision for decision, own in zip(decisions, ours, strict=True) if own]))
+        step = step_of([decision for decision, own in zip(decisions, ours, strict=True) if own])
         pairs = zip(decisions, ours, strict=True)
-        sites.extend(sized(decision.gemm.site) if decision.possible and own else None for decision, own in pairs)
-        sites.extend([None] * (len(rows) - len(sites)))
+        measurable = [decision.gemm.site if decision.possible and own else None for decision, own in pairs]
+        measurable = [None if site is None else sized(site) for site in measurable]
+        measurable += [None] * (len(merged) - len(measurable))
         chips.extend(chip_for(decision.gemm.site.device, target) for decision in decisions if decision.times)
+
+        def add(listed: Sequence[Row]) -> None:
+            rows.extend(listed)
+            sites.extend(measurable)
+            steps.append(step)
+
+        def again(names: Sequence[str]) -> None:
+            listed = zip(merged[: len(names)], decisions, names, strict=True)
+            add([*(_again(row, decision, name, where) for row, decision, name in listed), *merged[len(names) :]])
+
+        add(merged)
+        forward = watch_weights(gm, [decision.gemm for decision in decisions], forward, again)
         return seen.watch(forward)
 
     with _unchanged(model), _without_cache(model, kwargs) as keywords:
@@ -131,6 +144,15 @@ def explain(
     if show:
         print(explanation)
     return explanation
+
+
+def _again(row: Row, decision: Decision, name: str, where: Where) -> Row:
+    """The row of a product whose graph another layer runs too: the decision is about the layer that came first."""
+    site = decision.gemm.site
+    reason = row.reason
+    if decision.possible and why_not(site, where) and not why_not(replace(site, weight=name), where):
+        reason = f"where said no to {site.weight}, whose graph it runs: give a pattern that has no number of a layer"
+    return replace(row, weight=name, reason=reason)
 
 
 def _timed(rows: Sequence[Row], sites: Sequence[Site | None], recipe: Recipe) -> list[Row]:

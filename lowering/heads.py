@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fp8fn.lowering.find import Gemm, parameter_of, region_of
+from fp8fn.lowering.graph.nodes import given_tensor
 from fp8fn.site import why_sensitive
 
 _TAKES: Final = "where='*' takes it too"
@@ -44,9 +45,8 @@ class Heads:
 
     def _why_outside(self, gemm: Gemm, parameter: Node) -> str | None:
         """`why` from the modules around the weight, for a head that is compiled alone or behind a graph break."""
-        given = parameter.meta.get("grapharg")
-        weight = getattr(given, "example", None)
-        if not isinstance(weight, Tensor):
+        weight = given_tensor(parameter)
+        if weight is None:
             return None
         if self._modules is None:
             self._modules = Modules()

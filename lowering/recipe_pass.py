@@ -21,6 +21,7 @@ from fp8fn.lowering.graph.einsum import reduce_einsums
 from fp8fn.lowering.graph.emit import number
 from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.lowering.heads import Heads
+from fp8fn.lowering.names import named_in_model
 from fp8fn.lowering.quantized_weights import why_not_operands
 from fp8fn.lowering.whole_step import StepTimes, Taken, step_times
 from fp8fn.ops.formats import INPUT_DTYPES
@@ -65,7 +66,7 @@ def decide(
     spell_attention(gm)
     for graph, outer in regions(gm):
         reduce_einsums(graph, partial(_is_weight, outer))
-    gemms = list(find_gemms(gm))
+    gemms = named_in_model(find_gemms(gm))
     heads = Heads(gm, gemms)
     decisions = [_decide(gemm, where, recipe, target, heads) for gemm in gemms]
     step = step_of((each for each in decisions if not each.gathered), replayed=replayed)

@@ -30,6 +30,12 @@ def tensor_of(node: Any) -> Tensor:
     return found
 
 
+def given_tensor(node: Node) -> Tensor | None:
+    """The caller's own tensor, of which an input of Dynamo's graph is the trace; None if Dynamo has not kept it."""
+    found = getattr(node.meta.get("grapharg"), "example", None)
+    return found if isinstance(found, Tensor) else None
+
+
 def origin_of(node: Node) -> tuple[str, bool]:
     """The node of Dynamo's graph (`""` if PyTorch did not record it), and whether `node` is part of its backward."""
     forward, backward = (node.meta.get(key) for key in ("source_fn_stack", "fwd_source_fn_stack"))

@@ -151,6 +151,62 @@ def test_patterns_may_match_in_another_graph(caplog: pytest.LogCaptureFixture) -
         assert found == level
 
 
+class Broken(nn.Module):
+    """A layer that Dynamo breaks between its two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        torch._dynamo.graph_break()
+        out: Tensor = self.down(x)
+        return out
+
+
+def test_names_behind_a_graph_break_are_those_of_the_compiled_model() -> None:
+    """Dynamo begins anew in the layer, whose weights it calls `up.weight` and `down.weight`."""
+    model, x = nn.Sequential(Broken(), nn.ReLU()), torch.randn(64, WIDTH)
+    named = {"0.up.weight": None, "0.down.weight": None}
+    assert reasons(decided(model, x, where="0.*")) == named
+    assert reasons(decided(lambda x: model(x), x, where="0.*")) == named
+    assert set(reasons(decided(model, x, where="1.*")).values()) == {"where said no"}
+    assert reasons(decided(model[0], x, where="up.*")) == {"up.weight": None, "down.weight": "where said no"}
+
+    found: list[Decision] = []
+
+    def backend(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        found.extend(rewrite(gm, BLOCKWISE, "0.*"))
+        return gm.forward
+
+    model.compile(backend=backend)
+    with torch.no_grad():
+        model(x)
+    assert reasons(found) == named
+
+
+def test_layers_that_share_a_graph_are_all_explained() -> None:
+    """Behind a graph break the first layer's graph runs the next layers too; `where` was asked about the first."""
+    model, x = nn.Sequential(*(Broken() for _ in range(3))), torch.randn(64, WIDTH)
+    names = [f"{layer}.{name}.weight" for layer in range(3) for name in ("up", "down")]
+    with torch.no_grad():
+        explanations = [fp8fn.explain(model, x, where=where, show=False) for where in ("*", "1.*", "0.*")]
+        both = fp8fn.explain(lambda x: model(model(x)), x, where="*", show=False)
+    for explanation in (*explanations, both):
+        assert [row.weight for row in explanation.rows] == names
+        assert explanation.graphs == 2
+    assert [row.reason for row in explanations[0].rows] == [None] * 6
+    shared = "where said no to 0.{}.weight, whose graph it runs: give a pattern that has no number of a layer"
+    said_no = ["where said no"] * 2
+    assert [row.reason for row in explanations[1].rows] == [
+        *said_no, shared.format("up"), shared.format("down"), *said_no,
+    ]  # fmt: skip
+    assert [row.reason for row in explanations[2].rows] == [None] * 6
+    assert explanations[0].step is not None
+    assert explanations[0].step.unknown == 6
+
+
 @pytest.mark.parametrize("case", ["small", "slower", "activations", "FP8"])
 def test_when_none_is_a_warning(case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log warns neither where the estimates decided so, nor where no weight of 16 bits is there."""
