@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fp8fn.lowering import attention, find_grouped
 from fp8fn.lowering.find_grouped import Groups
-from fp8fn.lowering.graph.nodes import source_of, tensor_of, value
+from fp8fn.lowering.graph.nodes import given_tensor, source_of, tensor_of, value
 from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
 from fp8fn.ops.torch_private.core import HigherOrderOperator, linear, pytree
 from fp8fn.site import Site
@@ -71,6 +71,8 @@ REGIONS: Final = (
     torch.ops.higher_order.wrap,
     torch.ops.higher_order.invoke_subgraph,
 )
+
+ACTIVATIONS: Final = "no parameter: activation by activation"
 
 # Views and casts that may stand between a parameter and its product.
 _VIEWS: Final = {
@@ -284,6 +286,8 @@ def _classify(node: Node, outer: Mapping[Node, Node], given: Operands) -> Gemm |
         reason = reason or why_not_operands(a, b, outer)
     elif (computed := _computed(b, outer) or _computed(a, outer)) is not None:
         reason = why_not_operands(a, b, outer) or computed
+    elif reason == ACTIVATIONS:
+        reason = _view_of_weight(b, outer) or _view_of_weight(a, outer) or reason
     parameter = parameter or gathered
     batch = _product(right.shape[:-2])
     rows = left.shape[-2] if right.ndim > 2 and left.ndim > 1 else _product(left.shape[:-1])
@@ -303,7 +307,7 @@ def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str
     reason = groups if isinstance(groups, str) else None
     parameter = parameter_of(b, outer) or _first_stacked(b, outer) or parameter_of(quantized_source(b, outer), outer)
     if isinstance(groups, Groups) and groups.offsets is None and parameter is None:
-        reason = "no parameter: activation by activation"
+        reason = ACTIVATIONS
     if given.get("bias") is not None:
         reason = "a bias is given, which PyTorch's product of groups does not take either: add it to the output"
     reason = reason or why_not_operands(a, b, outer)
@@ -363,8 +367,18 @@ def _computed(node: Any, outer: Mapping[Node, Node]) -> str | None:
             return None
     if parameters:
         found = ", ".join(sorted(parameters))
-        return f"computed from a parameter ({found}): fp8fn.linear takes it"
+        takes = "linear" if tensor_of(node).ndim <= 2 else "gemm"  # `linear` takes no batch of weights
+        return f"computed from a parameter ({found}): fp8fn.{takes} takes it"
     return f"a buffer ({names[0]}), not a parameter: register it as one, with requires_grad=False" if names else None
+
+
+def _view_of_weight(node: Any, outer: Mapping[Node, Node]) -> str | None:
+    """The reason to leave a weight alone that is a view of a parameter already where the graph begins, else None."""
+    found = _behind_views(node, outer)
+    given = None if found is None else given_tensor(found)
+    if given is None or not isinstance(given._base, torch.nn.Parameter):
+        return None
+    return "a view of a parameter, made before the graph begins: make it in the same graph"
 
 
 def _is_buffer(node: Node) -> bool:
@@ -379,7 +393,7 @@ def _is_row(bias: Tensor | None, n: Any) -> bool:
 
 def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, parameter: Node | None) -> str | None:
     if parameter is None:
-        return "no parameter: activation by activation"
+        return ACTIVATIONS
     if left.ndim < 2 or right.ndim < 2:
         return "a vector is an operand"
     if op == "linear" and right.ndim != 2:
@@ -393,12 +407,18 @@ def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, pa
 
 def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:
     """The parameter behind a chain of views and casts, or None."""
+    found = _behind_views(node, outer)
+    return found if isinstance(value(found), torch.nn.Parameter) else None
+
+
+def _behind_views(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+    """The input or the attribute of the graph behind a chain of views and casts, or None."""
     while isinstance(node, Node):
         if node in outer:
             node = outer[node]
             continue
         if node.op in ("placeholder", "get_attr"):
-            return node if isinstance(value(node), torch.nn.Parameter) else None
+            return node
         if node.op not in ("call_function", "call_method") or not (_name(node) in _VIEWS or _picks(node)):
             return None
         node = node.args[0] if node.args else None

@@ -78,7 +78,7 @@ def quantize_weights(
     """Quantizes a model's weights in place: its parameters become `FP8Weight`s, its modules do not change.
 
     Weights are matrices, and batches of them (experts). Left alone by default are embeddings, heads, norms and routers,
-    as in `python -m fp8fn convert`. Left alone always are biases of experts, weights with N or K under 128, of
+    as in `python -m fp8fn convert`. Left alone always are biases of more dimensions, weights with N or K under 128, of
     convolutions and recurrent modules, on the meta device, and those that are quantized or sharded. Tied weights stay
     tied. If a weight cannot be quantized, no weight is.
 
@@ -184,7 +184,7 @@ def why_not_by_shape(name: str, weight: Tensor, module: nn.Module, where: Where)
     if weight.dtype not in INPUT_DTYPES:
         return f"it is {short_name(weight.dtype)}"
     if name.endswith("bias"):
-        return "it is a bias of each expert, which is added"
+        return "it is a bias, which is added"
     n, k = weight.shape[-2:]
     for axis, size, least in (("N", n, LEAST_N), ("K", k, LEAST_K)):
         if size < least:

@@ -115,7 +115,7 @@ def tokens() -> Tensor:
 
 
 LEFT = "no parameter: activation by activation"
-POSITIONS = "computed from a parameter (vision_encoder.layers.0.attn.rel_pos_{}): fp8fn.linear takes it"
+POSITIONS = "computed from a parameter (vision_encoder.layers.0.attn.rel_pos_{}): fp8fn.gemm takes it"
 NECK = "a convolution: one of kernel size 1 is F.linear with channels as the last dimension"
 
 

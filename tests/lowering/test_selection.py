@@ -186,6 +186,22 @@ def test_names_behind_a_graph_break_are_those_of_the_compiled_model() -> None:
     assert reasons(found) == named
 
 
+def test_a_view_of_a_weight_from_before_a_graph_break() -> None:
+    """As DBRX makes each expert's weight in Python; the product is not called one of two activations."""
+    experts = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+
+    def function(x: Tensor) -> Tensor:
+        w = experts.view(2, WIDTH, WIDTH)
+        torch._dynamo.graph_break()
+        return x @ w[1].mT @ x.mT
+
+    with torch.no_grad():
+        explanation = fp8fn.explain(function, torch.randn(64, WIDTH), where="*", show=False)
+    assert [row.reason for row in explanation.rows] == [
+        "a view of a parameter, made before the graph begins: make it in the same graph", ACTIVATIONS,
+    ]  # fmt: skip
+
+
 def test_layers_that_share_a_graph_are_all_explained() -> None:
     """Behind a graph break the first layer's graph runs the next layers too; `where` was asked about the first."""
     model, x = nn.Sequential(*(Broken() for _ in range(3))), torch.randn(64, WIDTH)

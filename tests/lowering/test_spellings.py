@@ -118,7 +118,7 @@ LEFT: dict[str, tuple[Callable[[Weights, Tensor], Tensor], str]] = {
     ),
     "positions": (
         lambda m, x: torch.einsum("mk,nmk->mn", x, m.w.mT[(torch.arange(M)[:, None] + torch.arange(8)).mT]),
-        "computed from a parameter (w): fp8fn.linear takes it",
+        "computed from a parameter (w): fp8fn.gemm takes it",
     ),
     "a codebook": (
         lambda m, x: x @ m.row.flatten()[torch.zeros(K, N, dtype=torch.int32)],

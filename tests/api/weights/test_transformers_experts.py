@@ -139,4 +139,4 @@ def test_biases_of_experts_stay() -> None:
     module.register_parameter("gate_up_proj_bias", nn.Parameter(torch.randn(128, 256)))
     report = fp8fn.quantize_weights(module)
     assert report.quantized == ("gate_up_proj",)
-    assert report.kept == {"gate_up_proj_bias": "it is a bias of each expert, which is added"}
+    assert report.kept == {"gate_up_proj_bias": "it is a bias, which is added"}
