@@ -97,7 +97,7 @@ class Gemm:
 
     `total` is the sum that the product is a term of, if it adds more than a bias. `groups` describes the groups of a
     `torch._grouped_mm`; `parameter` is the graph input of the weight, if known. A product in a region that is called
-    several times is found once: `weights` are the names of its weights in all calls.
+    several times is found once: `parameters` are those of all calls, and `weights` their names.
     """
 
     node: Node
@@ -111,6 +111,7 @@ class Gemm:
     groups: Groups | None = None
     parameter: Node | None = None
     total: Sum | None = None
+    parameters: tuple[Node, ...] = ()
     weights: tuple[str, ...] = ()
 
     @property
@@ -130,8 +131,10 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
         first = found.setdefault(gemms[0].node, gemms)
         if first is not gemms:
             kept = gemms if first[0].reason is None and gemms[0].reason is not None else first
-            weights = *(first[0].weights or [first[0].site.weight]), gemms[0].site.weight
-            found[gemms[0].node] = [replace(each, weights=weights) for each in kept]
+            calls = *(first[0].parameters or [first[0].parameter]), gemms[0].parameter
+            parameters = tuple(parameter for parameter in calls if parameter is not None)
+            weights = tuple(map(weight_name, parameters))
+            found[gemms[0].node] = [replace(each, parameters=parameters, weights=weights) for each in kept]
     for gemms in found.values():
         yield from gemms
 

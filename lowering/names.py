@@ -46,8 +46,9 @@ def named_in_model(gemms: Iterable[Gemm]) -> list[Gemm]:
     found = []
     for gemm in gemms:
         weight = None if gemm.parameter is None else given_tensor(gemm.parameter)
-        name = names.of(weight, gemm.site.weight)
-        found.append(gemm if name == gemm.site.weight else replace(gemm, site=replace(gemm.site, weight=name)))
+        site = replace(gemm.site, weight=names.of(weight, gemm.site.weight))
+        weights = (names.of(given_tensor(node), name) for node, name in zip(gemm.parameters, gemm.weights, strict=True))
+        found.append(replace(gemm, site=site, weights=tuple(weights)))
     return found
 
 

@@ -219,6 +219,31 @@ def test_a_shared_region_with_a_weight_that_where_leaves_out(left: int, around: 
     ]
 
 
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("inner.layers.*", None),
+        (["inner.layers.0", "inner.layers.2"], "where said no (inner.layers.1, in another call of this region)"),
+    ],
+)
+def test_a_shared_region_behind_a_graph_break(where: str | list[str], reason: str | None) -> None:
+    """Its weights have their names in the compiled model."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Layers(around=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(1):  # Dynamo leaves a loop with a break to Python
+                torch._dynamo.graph_break()
+                x = self.inner(x)
+            return x
+
+    found = fp8fn.explain(Outer(), torch.randn(M, K, requires_grad=True), where=where, show=False)
+    assert [(row.weight, row.reason) for row in found.rows] == [("inner.layers.0", reason)]
+
+
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
