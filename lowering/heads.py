@@ -25,7 +25,7 @@ class Heads:
     def __init__(self, gm: GraphModule, gemms: Sequence[Gemm]) -> None:
         self._tables = set(_tables(gm, {}))
         self._rows = max((_rows(table) for table in self._tables), default=0)
-        self._names = Counter(_in_layers(gemm) for gemm in gemms)
+        self._names = Counter(_in_layers(name) for gemm in gemms for name in gemm.weights or [gemm.site.weight])
         self._modules: Modules | None = None
 
     def why(self, gemm: Gemm) -> str | None:
@@ -33,10 +33,10 @@ class Heads:
         parameter = gemm.parameter
         if parameter is None:
             return None
-        if parameter in self._tables:
+        if not self._tables.isdisjoint(gemm.parameters or [parameter]):
             return f"sensitive: an embedding reads the weight too; {_TAKES}"
         # A head occurs once. A repeated layer may have as many columns as the vocabulary has tokens.
-        once = self._names[_in_layers(gemm)] == 1
+        once = self._names[_in_layers(gemm.site.weight)] == 1
         if once and gemm.site.n == self._rows:
             return _vocabulary(self._rows)
         if once and not self._tables:
@@ -114,5 +114,5 @@ def _rows(table: Node) -> int:
     return rows if isinstance(rows, int) else 0
 
 
-def _in_layers(gemm: Gemm) -> str:
-    return re.sub(r"\b\d+\b", "*", gemm.site.weight)
+def _in_layers(weight: str) -> str:
+    return re.sub(r"\b\d+\b", "*", weight)

@@ -244,6 +244,33 @@ def test_a_shared_region_behind_a_graph_break(where: str | list[str], reason: st
     assert [(row.weight, row.reason) for row in found.rows] == [("inner.layers.0", reason)]
 
 
+@torch.compiler.nested_compile_region
+def wide_layer(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(F.linear(x, w))
+
+
+class Vocabulary(nn.Module):
+    """Layers of as many columns as the embedding has rows, two of one region; with `tied` its table is the last one."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.table, self.tied = nn.Embedding(512, 512), tied
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(512, 512)) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = wide_layer(wide_layer(self.table(tokens), self.layers[0]), self.layers[1])
+        return wide_layer(x, self.table.weight) if self.tied else x
+
+
+@pytest.mark.parametrize(
+    ("tied", "reason"), [(False, None), (True, "sensitive: an embedding reads the weight too; where='*' takes it too")]
+)
+def test_a_shared_region_is_a_head_if_one_of_its_calls_is(tied: bool, reason: str | None) -> None:
+    """Repeated layers as wide as the vocabulary are none, as where each has a product of its own."""
+    rows = fp8fn.explain(Vocabulary(tied=tied), torch.arange(64), show=False).rows
+    assert [(row.weight, row.reason) for row in rows] == [("layers.0", reason)]
+
+
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
