@@ -86,7 +86,7 @@ def _spell(graph: Graph, node: Node, a: Node, b: Node, product: Product) -> None
         made.meta.update(node.meta)
         examples = map_arg(args, lambda each: each.meta["example_value"])
         if target is torch.matmul:  # autocast gives both operands the type of the result
-            examples = [example.to(tensor_of(node).dtype) for example in examples]
+            examples = tuple(example.to(tensor_of(node).dtype) for example in examples)
         made.meta["example_value"] = target(*examples)
         return made
 
