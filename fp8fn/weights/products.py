@@ -31,7 +31,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.d
         if not isinstance(a, FP8Weight):
             raise NoForm
         out = product(b.transpose(-1, -2), transpose(a, -1, -2), None, out_dtype)
-        return out.transpose(-1, -2)
+        return out.transpose(-1, -2).contiguous()  # as PyTorch's, of which a view may be taken
     data, scale, pair = _operand(a, b)
     op: Callable[..., Tensor] = torch.ops.fp8fn.mm_a16w8
     return shortest(op, mm_a16w8_kernel, a, data, scale, bias, below_autograd=True)(

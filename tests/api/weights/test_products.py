@@ -122,6 +122,14 @@ def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
             assert snr(found.float(), dx) > bound
 
 
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if "grouped_mm" not in name and name != "no rows"])
+def test_a_result_is_laid_out_as_that_of_a_plain_weight(name: str) -> None:
+    """A view of it is possible where it is of PyTorch's."""
+    weight_shape, x_shape, function = PRODUCTS[name]
+    w, x = nn.Parameter(make(*weight_shape), requires_grad=False), torch.randn(x_shape)
+    assert function(x, w).stride() == function(x, values(w)).stride()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bias_broadcasts_as_in_pytorch(mode: str) -> None:
     """In inference mode `F.linear` arrives as one op; otherwise PyTorch has decomposed it."""
