@@ -337,9 +337,7 @@ def _without_form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 # What PyTorch's attention and encoder layers call at inference instead of their products.
-_FUSED_LAYERS: Final = (
-    torch.ops.aten._native_multi_head_attention.default, torch.ops.aten._transformer_encoder_layer_fwd.default
-)  # fmt: skip
+_FUSED_LAYERS: Final = ("aten._native_multi_head_attention.default", "aten._transformer_encoder_layer_fwd.default")
 
 
 def dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -347,7 +345,7 @@ def dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if _is_first(str(func)):
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FP8Weight)]
         more = ", and writing into its result is an error" if func.is_view else ""
-        if func in _FUSED_LAYERS:
+        if str(func) in _FUSED_LAYERS:
             more = "; torch.backends.mha.set_fastpath_enabled(False) has its products computed one by one, in FP8"
         warnings.warn(f"{func} has no FP8 form: the weight {shapes[0]} is dequantized at each call{more}", stacklevel=3)
     args, kwargs = pytree.tree_map_only(FP8Weight, FP8Weight.dequantize, (args, kwargs))
