@@ -100,7 +100,7 @@ def test_where_groups_end(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 1, 31, 32, 33), (127, 128, 129, 260), (3,) * 12, (673, 1200)], ids=str)
 def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...]) -> None:
-    """Of both operands: a zero in one of them would not do."""
+    """Both operands have one there, so that a zero in one of them would not do."""
     clean = [torch.randn(sum(sizes) + 40, width) for width in (33, 40)]
     bad = [x.clone() for x in clean]
     ends = list(itertools.accumulate(sizes))
