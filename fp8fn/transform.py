@@ -274,6 +274,9 @@ class _Substitute(TorchFunctionMode):
         out: Tensor = torch.ops.fp8fn.gemm(a, b, call.bias, self.recipe, None)
         if call.shape is not None and call.order is not None:
             out = out.reshape(call.shape).permute(call.order)
+            first = call.order[0] if call.order else 0
+            if call.order == (*range(first, out.ndim), *range(first)):
+                out = out.contiguous()  # PyTorch multiplies b by a where b's axes come first, and a view relies on it
         return out if call.out is None else call.out.copy_(out)
 
 

@@ -502,6 +502,23 @@ def test_fp8_of_contractions_of_more_axes() -> None:
     assert torch.equal(fp8fn.fp8(torch.inner)(x, into.flatten(1).mT), fp8fn.gemm(x, into.flatten(1)))
 
 
+@pytest.mark.parametrize(
+    "equation",
+    ["bd,fd->fb", "fd,bd->bf", "bsd,df->fsb", "bsd,fd->sbf", "bsd,dhe->bhse", "bsd,dhe->hbse", "bsd,dhe->hebs"],
+)
+def test_an_einsum_is_laid_out_as_pytorch_does(equation: str) -> None:
+    """A view of the result, which relies on it, would raise an error otherwise."""
+    sizes = {"b": 136, "s": 18, "d": 128, "h": 2, "e": 64, "f": 128}
+    x, w = (torch.randn([sizes[axis] for axis in term]) for term in equation.partition("->")[0].split(","))
+    found, wanted = (
+        fn(x, w)
+        for fn in (fp8fn.fp8(functools.partial(torch.einsum, equation)), functools.partial(torch.einsum, equation))
+    )
+    assert found.stride() == wanted.stride()
+    assert_close(found, wanted)
+    assert not torch.equal(found, wanted)
+
+
 def test_fp8_of_a_bias() -> None:
     a, b, bias = torch.randn(32, 256), torch.randn(256, 128), torch.randn(128)
     want = fp8fn.gemm(a, b, bias=bias)
