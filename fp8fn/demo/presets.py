@@ -12,8 +12,8 @@ from fp8fn.demo.model import GPTConfig
 class Preset:
     """A model and how to train it; `batch` counts sequences of `model.context` bytes.
 
-    `deviation` is the standard deviation, over seeds, of the relative difference of two trainings, as `bench loss`
-    measured it of bf16 and FP8; 0 where it was not measured.
+    `deviation` is the standard deviation, over seeds, of the relative difference between the losses in bf16 and in FP8,
+    where it was measured (without experts by `bench loss`), else 0.
     """
 
     model: GPTConfig
