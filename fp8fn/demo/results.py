@@ -45,8 +45,9 @@ def markdown(document: dict[str, Any]) -> str:
         peaks = [fmean(run["peak_bytes"] for run in runs) / 2**30 for runs in zip(*pairs, strict=True)]
         body.append(["peak memory, GiB", *(f"{each:.2f}" for each in peaks), f"{peaks[1] / peaks[0]:.2f}x"])
     body.append(["saved for backward, GiB", *(f"{each:.2f}" for each in saved), f"{saved[1] / saved[0]:.2f}x"])
-    arguments = f"--model {found['model']} --size {found['size']} --recipe {found['recipe']}"
-    lines = [f"`python -m fp8fn demo {arguments}`, {found['steps']} steps, {len(pairs)} pair(s):", ""]
+    settings = ("model", "size", "recipe", "steps")
+    arguments = " ".join(f"--{name} {found[name]}" for name in settings)
+    lines = [f"`python -m fp8fn demo {arguments}`, {len(pairs)} pair{'s' * (len(pairs) > 1)}:", ""]
     lines += [tables.markdown(body, ("", *(run["name"] for run in pairs[0]), "difference"))]
     if found["left"]:
         lines += ["", f"Not in FP8: {'; '.join(found['left'])}"]

@@ -339,7 +339,7 @@ def test_markdown_of_a_run() -> None:
     found = results([pair], PLAN, "gpt", "1b", "blockwise", ["1x head.weight: sensitive"])
     run = {"date": "2026-11-24", "environment": {"torch": "2.11", "triton": "3.6"}, "results": found}
     lines = markdown({**run, "results": {**found, "device": "NVIDIA H200"}}).splitlines()
-    assert lines[0].startswith("`python -m fp8fn demo --model gpt --size 1b --recipe blockwise`, 3 steps, 1 pair")
+    assert lines[0].startswith("`python -m fp8fn demo --model gpt --size 1b --recipe blockwise --steps 3`, 1 pair:")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert cells[0] == ["", "baseline", "fp8", "difference"]
     assert cells[2:] == [
