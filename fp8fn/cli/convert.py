@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"needs {module}: pip install {module}")
     options = Options(args.block, args.scale, tuple(args.include), tuple(args.exclude), args.format)
     try:
-        print(convert(args.input, args.output, options, overwrite=args.overwrite, device=args.device))
+        print(report(convert(args.input, args.output, options, overwrite=args.overwrite, device=args.device)))
     except OSError as error:
         # Without errno, unlike `str(error)`: "[Errno 13] Permission denied: 'PATH'".
         message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
@@ -146,10 +146,24 @@ class Verified:
     snr_db: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What a conversion did: the plans of all files, and the weights of those that it wrote.
+
+    `kept` names the files that were complete before, `again` those that were not, each with the reason.
+    """
+
+    output: Path
+    plans: Sequence[_Plan]
+    verified: Sequence[Verified]
+    kept: Sequence[str]
+    again: Mapping[str, str]
+
+
 def convert(
     source: Path, output: Path, options: Options, *, overwrite: bool = False, device: torch.device | str = "cpu"
-) -> str:
-    """Write the FP8 checkpoint, with a progress bar, and return the report.
+) -> Conversion:
+    """Write the FP8 checkpoint, with a progress bar.
 
     Raises `ValueError` or `OSError` with the file and the tensor. No file has its final name unless it is complete.
     """
@@ -194,7 +208,7 @@ def convert(
     reasons = {path.name: difference.reason for path, difference in found.items() if difference is not None}
     kept = [plan.name for plan in plans if plan not in todo]
     again = {plan.name: reasons[plan.name] for plan in todo if plan.name in reasons}
-    return report(verified, plans, kept, again, output)
+    return Conversion(output=output, plans=plans, verified=verified, kept=kept, again=again)
 
 
 @dataclass(frozen=True)
@@ -631,14 +645,12 @@ def _write_quantized(
     return _Written(crc, stored, 10 * math.log10(ratio) if ratio else -math.inf)
 
 
-def report(
-    verified: Sequence[Verified], plans: Sequence[_Plan], kept: Sequence[str], again: Mapping[str, str], output: Path
-) -> str:
-    """The report: the worst weights, the totals, and why existing files were kept or written again."""
+def report(done: Conversion) -> str:
+    """The worst weights, the totals, and why existing files were kept or written again."""
     from tabulate import tabulate
 
-    lines = []
-    worst = sorted(verified, key=lambda weight: weight.snr_db)[:_WORST]
+    plans, lines = done.plans, []
+    worst = sorted(done.verified, key=lambda weight: weight.snr_db)[:_WORST]
     if worst:
         rows = [(weight.name, "x".join(map(str, weight.shape)), f"{weight.snr_db:.1f}") for weight in worst]
         lines += [tabulate(rows, ("worst weights", "shape", "SNR, dB"), disable_numparse=True), ""]
@@ -649,11 +661,11 @@ def report(
     lines.append(
         f"{count} weights in FP8, {left} tensors as they were: {before / 2**20:,.1f} MiB to {after / 2**20:,.1f} MiB"
     )
-    written = len(plans) - len(kept)
-    lines.append(f"{len(plans)} files, {written} written now, {len(kept)} complete before, in {output}")
-    if kept:
-        lines.append(f"kept, of this source and these options, and with the right checksums: {', '.join(kept)}")
-    lines += [f"written again: {name}: {reason}" for name, reason in again.items()]
+    written = len(plans) - len(done.kept)
+    lines.append(f"{len(plans)} files, {written} written now, {len(done.kept)} complete before, in {done.output}")
+    if done.kept:
+        lines.append(f"kept, of this source and these options, and with the right checksums: {', '.join(done.kept)}")
+    lines += [f"written again: {name}: {reason}" for name, reason in done.again.items()]
     return "\n".join(lines)
 
 

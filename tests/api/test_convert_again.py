@@ -124,8 +124,8 @@ def test_no_flipped_byte_passes(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"it is damaged: it has {length} bytes of {len(whole)};"):
             convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
     path.write_bytes(whole)
-    text = convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
-    assert "1 files, 0 written now, 1 complete before" in text
+    done = convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
+    assert "1 files, 0 written now, 1 complete before" in convert.report(done)
 
 
 def test_two_flipped_bytes_of_a_finished_file_are_found_and_named(
