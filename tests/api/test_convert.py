@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fp8fn
+from fp8fn.checkpoint.conversion import write
+from fp8fn.checkpoint.conversion.convert import convert
+from fp8fn.checkpoint.conversion.options import Options
 from fp8fn.checkpoint.formats import FORMATS
-from fp8fn.cli import convert
-from fp8fn.cli.convert import Options
 
 pytest.importorskip("safetensors")
 pytest.importorskip("tabulate")
@@ -54,8 +55,8 @@ def test_what_is_written_is_what_quantize_gives(
     save_file({"w": x, **others}, folder / "in.safetensors")
     options = Options(block, scale, include=("w",))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "LEAST_SNR_DB", 20.0)  # one number may be rounded by 1/16 of itself, 24 dB
-        convert.convert(folder / "in.safetensors", folder / "out", options)
+        patch.setattr(write, "LEAST_SNR_DB", 20.0)  # one number may be rounded by 1/16 of itself, 24 dB
+        convert(folder / "in.safetensors", folder / "out", options)
     expected = fp8fn.quantize(x, block, dtype=E4M3, scale=scale)
     written = load_file(folder / "out" / "in.safetensors")
     assert same(written["w"], expected.data)
@@ -69,9 +70,9 @@ def test_what_is_written_is_what_quantize_gives(
 def test_slices_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 700, 200).bfloat16()
     save_file({"experts.weight": x, "vector": torch.randn(1000)}, tmp_path / "in.safetensors")
-    monkeypatch.setattr(convert, "_SLICE", 300 * 200)
-    monkeypatch.setattr(convert, "_COPY", 64)
-    convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options())
+    monkeypatch.setattr(write, "_SLICE", 300 * 200)
+    monkeypatch.setattr(write, "_COPY", 64)
+    convert(tmp_path / "in.safetensors", tmp_path / "out", Options())
     written, expected = load_file(tmp_path / "out" / "in.safetensors"), fp8fn.quantize(x, (128, 128), dtype=E4M3)
     assert same(written["experts.weight"], expected.data)
     assert same(written["experts.weight_scale_inv"], expected.scale)
@@ -119,7 +120,7 @@ def test_a_sharded_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_every_tensor_begins_at_a_multiple_of_its_element(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.randn(129, 131).half(), "b": torch.ones(3), "c": torch.ones(5, dtype=torch.int8)}
     save_file(tensors, tmp_path / "in.safetensors")
-    convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options())
+    convert(tmp_path / "in.safetensors", tmp_path / "out", Options())
     with (tmp_path / "out" / "in.safetensors").open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -175,7 +176,7 @@ def test_convert_and_quantize_weights_take_the_same_experts(tmp_path: Path) -> N
 
     model = torch.nn.ModuleDict({"experts": Experts(), "up": torch.nn.Linear(128, 256)})
     save_file({name: p.detach() for name, p in model.named_parameters()}, tmp_path / "in.safetensors")
-    convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options())
+    convert(tmp_path / "in.safetensors", tmp_path / "out", Options())
     loaded = fp8fn.load_blockwise(tmp_path / "out" / "in.safetensors")
     report = fp8fn.quantize_weights(model)
     assert set(report.quantized) == {"experts.gate_up_proj", "experts.down_proj", "up.weight"}
@@ -342,7 +343,7 @@ def test_the_head_is_named_as_left_unless_it_is_converted(tmp_path: Path, includ
     tensors = {"lm_head.weight": torch.randn(256, 128), "layer.weight": torch.randn(128, 128)}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    convert.convert(tmp_path / "model.safetensors", tmp_path / "out", Options(include=include))
+    convert(tmp_path / "model.safetensors", tmp_path / "out", Options(include=include))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["modules_to_not_convert"] == ([] if include else ["lm_head"])
     with safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as file:

@@ -19,9 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import fp8fn
+from fp8fn.checkpoint.conversion import identity
+from fp8fn.checkpoint.conversion.convert import convert
+from fp8fn.checkpoint.conversion.options import Options
 from fp8fn.checkpoint.files import Shard
-from fp8fn.cli import convert
-from fp8fn.cli.convert import Options
+from fp8fn.cli.convert import report
 from support.checkpoints import checkpoint, content, run, scaled
 
 
@@ -89,7 +91,7 @@ def test_another_header_of_the_same_size_and_time(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize("size", [0, 1, 2**12, 2**16 - 1, 2**16, 2**16 + 1, 10**6, 2**33 + 7])
 def test_sampled_pieces_go_from_end_to_end(size: int) -> None:
-    pieces = convert._pieces(size)
+    pieces = identity._pieces(size)
     assert (pieces[0][0], pieces[-1][1]) == (0, size)
     gaps = [after[0] - before[1] for before, after in itertools.pairwise(pieces)]
     if size <= 2**16:
@@ -103,7 +105,7 @@ def small(folder: Path) -> dict[str, bytes]:
     """A checkpoint of a few bytes in FP8, from `in.safetensors`."""
     tensors = {"a": torch.randn(4, 5), "b": torch.randn(3).bfloat16(), "empty": torch.empty(0, 2)}
     save_file(tensors, folder / "in.safetensors", {"format": "pt", "by": "a test"})
-    convert.convert(folder / "in.safetensors", folder / "out", Options(include=("a",)))
+    convert(folder / "in.safetensors", folder / "out", Options(include=("a",)))
     return content(folder / "out")
 
 
@@ -117,15 +119,15 @@ def test_no_flipped_byte_passes(tmp_path: Path) -> None:
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"in\.safetensors is there and not of this conversion: "):
-            convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
+            convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
         assert path.read_bytes() == damaged
     for length in (len(whole) - 1, len(whole) + 1):
         path.write_bytes((whole + b"\0")[:length])
         with pytest.raises(ValueError, match=f"it is damaged: it has {length} bytes of {len(whole)};"):
-            convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
+            convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
     path.write_bytes(whole)
-    done = convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
-    assert "1 files, 0 written now, 1 complete before" in convert.report(done)
+    done = convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
+    assert "1 files, 0 written now, 1 complete before" in report(done)
 
 
 def test_two_flipped_bytes_of_a_finished_file_are_found_and_named(
@@ -180,7 +182,7 @@ def test_why_a_file_is_not_kept(tmp_path: Path, metadata: dict[str, str | None],
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + whole[begin:])
     with pytest.raises(ValueError, match=rf"in\.safetensors is there and not of this conversion: {reason};"):
-        convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
+        convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_why_a_file_is_not_kept(tmp_path: Path, metadata: dict[str, str | None],
 def test_other_options_are_named(tmp_path: Path, options: Options, reason: str) -> None:
     small(tmp_path)
     with pytest.raises(ValueError, match=f"conversion: it was made with other options: {reason};"):
-        convert.convert(tmp_path / "in.safetensors", tmp_path / "out", options)
+        convert(tmp_path / "in.safetensors", tmp_path / "out", options)
 
 
 def test_a_file_that_may_not_be_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +211,7 @@ def test_a_file_that_may_not_be_read_is_not_kept(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refuse)
         with pytest.raises(ValueError, match="conversion: it cannot be read: Permission denied; name another folder"):
-            convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
+            convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
     assert content(tmp_path / "out") == before
 
 
@@ -217,7 +219,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     """safetensors gives the metadata in another order each time."""
     save_file({"a": torch.randn(4, 5)}, tmp_path / "in.safetensors", {f"key{i}": str(i) for i in range(20)})
     for out in ("1", "2"):
-        convert.convert(tmp_path / "in.safetensors", tmp_path / out, Options(include=("a",)))
+        convert(tmp_path / "in.safetensors", tmp_path / out, Options(include=("a",)))
     assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
@@ -233,7 +235,7 @@ def test_tensors_of_no_elements_come_in_any_order(tmp_path: Path, monkeypatch: p
             self.names = tuple(sorted(self.names, reverse=reverse))
 
         monkeypatch.setattr(Shard, "__init__", ordered)
-        convert.convert(tmp_path / "in.safetensors", tmp_path / str(reverse), Options(include=("a",)))
+        convert(tmp_path / "in.safetensors", tmp_path / str(reverse), Options(include=("a",)))
     assert content(tmp_path / "False") == content(tmp_path / "True")
 
 

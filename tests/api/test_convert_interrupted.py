@@ -17,7 +17,8 @@ pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 
 import fp8fn
-from fp8fn.cli import convert
+from fp8fn.checkpoint.conversion import write
+from fp8fn.checkpoint.conversion.plan import Plan
 from support.checkpoints import checkpoint, content, failing, interrupt, run
 
 
@@ -28,7 +29,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     checkpoint(tmp_path / "in")
     assert run(tmp_path / "in", tmp_path / "whole") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "quantize", failing(after, interrupt))
+        patch.setattr(write, "quantize", failing(after, interrupt))
         capsys.readouterr()
         assert run(tmp_path / "in", tmp_path / "out") == 130
     message = "python -m fp8fn convert: interrupted; run the same command again to resume"
@@ -57,14 +58,14 @@ def test_what_a_killed_run_leaves_has_no_final_name(tmp_path: Path, monkeypatch:
     code = """if True:
         import os, signal, sys, fp8fn
         from fp8fn import cli
-        from fp8fn.cli import convert
+        from fp8fn.checkpoint.conversion import write
         calls = []
         def quantize(*args, **kwargs):
             calls.append(0)
             if len(calls) == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
             return fp8fn.quantize(*args, **kwargs)
-        convert.quantize = quantize
+        write.quantize = quantize
         cli.main(["convert", *sys.argv[1:]])
     """
     killed = subprocess.run([sys.executable, "-c", code, tmp_path / "in", tmp_path / "out"], capture_output=True)
@@ -77,7 +78,7 @@ def test_what_a_killed_run_leaves_has_no_final_name(tmp_path: Path, monkeypatch:
     assert left[0].endswith(".partial")
     assert left[1] == "model-00001-of-00003.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "quantize", failing(0, interrupt))
+        patch.setattr(write, "quantize", failing(0, interrupt))
         assert run(tmp_path / "in", tmp_path / "out") == 130
     assert os.listdir(tmp_path / "out" / ".unfinished") == left[1:]
     assert run(tmp_path / "in", tmp_path / "out") == 0
@@ -118,7 +119,7 @@ def test_an_overwriting_run_leaves_a_good_output_until_all_is_there(
     assert run(tmp_path / "in", tmp_path / "out") == 0
     before = content(tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "quantize", failing(5, interrupt))
+        patch.setattr(write, "quantize", failing(5, interrupt))
         assert run(tmp_path / "in", tmp_path / "out", "--scale", "pow2", "--overwrite") == 130
     assert content(tmp_path / "out") == before
     # The interrupted run's files are neither lost without --overwrite nor taken for this conversion's with it.
@@ -141,8 +142,8 @@ def test_a_full_disk_leaves_the_good_files_and_no_other(
         raise OSError(code, os.strerror(code))
 
     owner, name = {
-        "tensor": (convert, "write_bytes"),
-        "header": (convert._Plan, "header"),
+        "tensor": (write, "write_bytes"),
+        "header": (Plan, "header"),
         "sync": (os, "fsync"),
         "name": (Path, "replace"),
     }[place]
@@ -168,7 +169,7 @@ def test_a_disk_that_fills_later_keeps_what_is_complete(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "quantize", failing(3, full))
+        patch.setattr(write, "quantize", failing(3, full))
         assert run(tmp_path / "in", tmp_path / "out") == 1
     assert os.listdir(tmp_path / "out") == [".unfinished"]
     assert os.listdir(tmp_path / "out" / ".unfinished") == ["model-00001-of-00003.safetensors"]
@@ -208,13 +209,13 @@ def test_a_second_conversion_into_a_folder_is_refused(tmp_path: Path, monkeypatc
             seen.append((done.returncode, done.stderr))
         return fp8fn.quantize(*args, **kwargs)
 
-    monkeypatch.setattr(convert, "quantize", quantize)
+    monkeypatch.setattr(write, "quantize", quantize)
     assert run(tmp_path / "in", tmp_path / "out") == 0
     said = f"another convert is writing to {tmp_path / 'out'}; wait until it has ended, or name another folder"
     assert seen == [(1, f"python -m fp8fn convert: {said}\n")]
     assert ".fp8fn-convert.lock" not in os.listdir(tmp_path / "out")
     assert ".unfinished" not in os.listdir(tmp_path / "out")
-    monkeypatch.setattr(convert, "quantize", fp8fn.quantize)
+    monkeypatch.setattr(write, "quantize", fp8fn.quantize)
     assert run(tmp_path / "in", tmp_path / "whole") == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
@@ -229,14 +230,14 @@ def test_without_fcntl(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         import fp8fn
         from fp8fn import cli
-        from fp8fn.cli import convert
+        from fp8fn.checkpoint.conversion import write
         statuses = []
         def quantize(*args, **kwargs):
             if not statuses:
                 statuses.append(None)
                 statuses.append(cli.main(["convert", *sys.argv[1:]]))
             return fp8fn.quantize(*args, **kwargs)
-        convert.quantize = quantize
+        write.quantize = quantize
         statuses.append(cli.main(["convert", *sys.argv[1:]]))
         assert statuses == [None, 1, 0], statuses
     """
@@ -251,6 +252,6 @@ def test_without_fcntl(tmp_path: Path) -> None:
 def test_a_folder_is_free_again_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint(tmp_path / "in")
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "quantize", failing(3, interrupt))
+        patch.setattr(write, "quantize", failing(3, interrupt))
         assert run(tmp_path / "in", tmp_path / "out") == 130
     assert run(tmp_path / "in", tmp_path / "out") == 0

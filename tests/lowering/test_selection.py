@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fp8fn
-from fp8fn.cli.convert import Options
+from fp8fn.checkpoint.conversion.options import Options
 from fp8fn.lowering import heads
 from fp8fn.lowering import recipe_pass as module
 from fp8fn.lowering.heads import Modules

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8fn
 from fp8fn import FP8Weight
-from fp8fn.cli.convert import Options, convert
+from fp8fn.checkpoint.conversion.convert import convert
+from fp8fn.checkpoint.conversion.options import Options
 from fp8fn.ops.layout import Block
 from support.fp8_weights import make
 
