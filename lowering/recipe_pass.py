@@ -18,8 +18,8 @@ from fp8fn.lowering.costs import chip_for, estimated, parts_of_groups, why_slowe
 from fp8fn.lowering.find import Gemm, Sum, find_gemms, parameter_of, regions
 from fp8fn.lowering.find_grouped import why_not_recipe
 from fp8fn.lowering.graph.einsum import reduce_einsums
-from fp8fn.lowering.graph.emit import number
-from fp8fn.lowering.graph.nodes import tensor_of, value
+from fp8fn.lowering.graph.emit import mark
+from fp8fn.lowering.graph.nodes import OF_PARAMETER, PRODUCT, tensor_of, value
 from fp8fn.lowering.heads import Heads
 from fp8fn.lowering.names import named_in_model
 from fp8fn.lowering.quantized_weights import why_not_operands
@@ -154,7 +154,10 @@ def rewrite(
     for decision in decisions:
         gemm = decision.gemm
         if decision.reason is None:
-            substitutes[gemm.node] = _substitute(gemm.node.graph, gemm, recipe, substitutes, numbered)
+            marks = {PRODUCT: len(substitutes)} if numbered else {}
+            if gemm.node.graph is not gm.graph and _of_parameters(gemm):
+                marks[OF_PARAMETER] = 1
+            substitutes[gemm.node] = _substitute(gemm.node.graph, gemm, recipe, substitutes, marks)
         _log.info(
             "%s %s %s (M,N,K)=(%s,%s,%s): %s",
             gemm.source, gemm.site.op, gemm.site.weight, gemm.site.m, gemm.site.n, gemm.site.k,
@@ -190,7 +193,14 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
     )  # fmt: skip
 
 
-def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node], numbered: bool) -> Node:
+def _of_parameters(gemm: Gemm) -> bool:
+    """Whether the weight is a parameter in each call of the region."""
+    return all(isinstance(value(weight), torch.nn.Parameter) for weight in gemm.parameters or (gemm.parameter,))
+
+
+def _substitute(
+    graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node], marks: Mapping[str, int]
+) -> Node:
     """Replaces a product, whose operands may themselves be replaced, by `fp8fn::gemm` or `fp8fn::grouped_gemm`."""
     node = gemm.node
     a, b = (substitutes.get(operand, operand) for operand in (gemm.a, gemm.b))
@@ -217,8 +227,8 @@ def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node
         if gemm.total is not None:
             out = _added(graph, out, gemm.total, node, substitutes)
     out.meta.update(node.meta)
-    if numbered:
-        number(product, len(substitutes))
+    for key, found in marks.items():
+        mark(product, key, found)
     node.replace_all_uses_with(out)
     graph.erase_node(node)
     return out

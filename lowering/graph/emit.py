@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.nodes import PRODUCT
 from fp8fn.lowering.graph.views import Size, aten, same_sizes
 from fp8fn.ops.torch_private.core import pytree
 
@@ -30,9 +29,9 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     return node
 
 
-def number(node: Node, product: int) -> None:
-    """Numbers a product in Dynamo's graph, and thereby all nodes of the graphs that PyTorch makes of it."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), PRODUCT: product}
+def mark(node: Node, key: str, value: int) -> None:
+    """Marks a node of Dynamo's graph, and thereby all nodes of the graphs that PyTorch makes of it."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
 
 
 def replace(graph: Graph, node: Node, out: Node) -> None:

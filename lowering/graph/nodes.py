@@ -10,6 +10,8 @@ from torch.fx import Node
 
 # The key of a product's number in "custom", which PyTorch copies from Dynamo's graph to the nodes that it makes of it.
 PRODUCT: Final = "fp8fn_product"
+# Likewise, the key of products whose weight is a parameter, in a region: PyTorch does not tell which of its inputs are.
+OF_PARAMETER: Final = "fp8fn_of_parameter"
 
 
 def value(node: Any) -> Tensor | None:
@@ -47,6 +49,11 @@ def product_of(node: Node) -> int | None:
     """The number of the product of Dynamo's graph that a node belongs to, if `emit.number` gave it one."""
     found: int | None = (node.meta.get("custom") or {}).get(PRODUCT)
     return found
+
+
+def is_of_parameter(node: Node) -> bool:
+    """Whether a node belongs to a product that `emit.mark` marked as one with a parameter."""
+    return OF_PARAMETER in (node.meta.get("custom") or {})
 
 
 def source_of(node: Node) -> str:

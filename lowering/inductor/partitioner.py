@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp8fn.lowering.saved import SavePlan, shrink
 from fp8fn.lowering.saved.cut import Cut, written
+from fp8fn.lowering.saved.exact import parameters_of_region
 
 _CHOOSE: Final = "choose_saved_values_set"
 _LOCK: Final = threading.RLock()
@@ -63,12 +64,14 @@ class Partitioner(CustomPartitionerFn):
         # The output node depends on gradients too, but it reads the forward's results.
         backward = frozenset(node for node in info.tangents_closure if node.op != "output")
         changed = written(graph)
+        forward = {node for node in graph.nodes if info.is_required_fw(node)}
+        parameters = _parameters(graph, frozenset(info.static_lifetime_input_nodes))
         cut = Cut(
             graph=graph,
             saved=dict.fromkeys(chosen),
-            parameters=_parameters(graph, frozenset(info.static_lifetime_input_nodes)) - changed,
+            parameters=parameters.union(parameters_of_region(graph, forward)) - changed,
             written=changed,
-            forward={node for node in graph.nodes if info.is_required_fw(node)},
+            forward=forward,
             backward=backward,
             roots=backward | frozenset(node for node in info.required_bw_nodes if node.op != "output"),
         )

@@ -9,7 +9,7 @@ activation for the weight's gradient in the backward, if the backward has the ac
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call
-from fp8fn.lowering.graph.nodes import arguments_of, input_of, place_of, tensor_of
+from fp8fn.lowering.graph.nodes import arguments_of, input_of, is_of_parameter, place_of, tensor_of
 from fp8fn.lowering.graph.quantizers import as_quantizer, computed, reshaped_of, same_layout
 from fp8fn.lowering.graph.views import aten
 from fp8fn.lowering.patterns.producers import Producer, RmsNorm, SiluMul, fusible
@@ -40,6 +40,7 @@ _CAST: Final = torch.ops.prims.convert_element_type.default
 _COPIES: Final = (*WHOLE_VIEWS, aten.view.dtype, aten.reshape.default, aten.clone.default, aten.copy.default)
 _ops: Final = torch.ops.fp8fn
 _SINGLE, _DUAL = _ops.quantize.default, _ops.quantize_dual.default
+_PRODUCTS: Final = (_ops.scaled_mm.default, _ops.scaled_grouped_mm.default, _ops.mx_mm.default)
 _GROUPED, _GROUPED_DUAL = _ops.quantize_grouped.default, _ops.quantize_grouped_dual.default
 
 
@@ -74,14 +75,31 @@ def drop_weights(cut: Cut) -> int:
 
 def _quantized_parameter(cut: Cut, node: Node) -> tuple[Node, Node] | None:
     """The quantizer that `node` is a result of and the parameter that it quantizes, also if the parameter is cast."""
+    found = _quantized(node)
+    if found is None or is_tagged(root_of(node)) or is_tagged(found[0]):
+        return None
+    return found if found[1] in cut.parameters else None
+
+
+def _quantized(node: Node) -> tuple[Node, Node] | None:
+    """The quantizer that `node` is a result of, and what it quantizes, behind views and casts."""
     node = root_of(node)
-    if not is_result_of(node, (_SINGLE, _DUAL)) or is_tagged(node):
+    if not is_result_of(node, (_SINGLE, _DUAL)):
         return None
     quantizer = input_of(node)
     x = input_of(quantizer)
     while x.target is _CAST or x.target in WHOLE_VIEWS or x.target is aten.reshape.default:
         x = input_of(x)
-    return (quantizer, x) if x in cut.parameters and not is_tagged(quantizer) else None
+    return quantizer, x
+
+
+def parameters_of_region(graph: Graph, forward: Collection[Node]) -> Iterator[Node]:
+    """The inputs of a region's joint graph that are parameters: the weights of the recipe's products."""
+    for node in graph.nodes:
+        if node in forward and node.target in _PRODUCTS and is_of_parameter(node):
+            found = _quantized(arguments_of(node)["b"])
+            if found is not None and found[1].op == "placeholder":
+                yield found[1]
 
 
 def _copied_part(node: Node) -> Node | None:

@@ -102,6 +102,31 @@ class Tied(nn.Module):
         return self.a(torch.tanh(self.a(x))) + self.b(x)
 
 
+@torch.compiler.nested_compile_region
+def shared_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return x + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+@torch.compiler.nested_compile_region
+def shared_experts(x: Tensor, up: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
+    return x + torch._grouped_mm(F.silu(torch._grouped_mm(x, up, offs=offsets)), down, offs=offsets)
+
+
+class Regions(nn.Module):
+    """Layers that share a region: two gated MLPs and two mixtures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mlp, experts = [(HIDDEN, WIDTH)] * 2 + [(WIDTH, HIDDEN)], [(2, WIDTH, HIDDEN), (2, HIDDEN, WIDTH)]
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(shape) / 16) for shape in (mlp + experts) * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor([100, x.shape[0]], dtype=torch.int32)
+        for layer in (self.layers[:5], self.layers[5:]):
+            x = shared_experts(shared_mlp(x, *layer[:3]), *layer[3:], offsets)
+        return x
+
+
 class Experts(nn.Module):
     """Two experts' weights as one tensor."""
 
@@ -142,7 +167,7 @@ def weight_bytes(model: nn.Module, result: Kept) -> int:
     return sum(nbytes for nbytes, shape, dtype in result.tensors if dtype == FP8 and shape in shapes)
 
 
-@pytest.mark.parametrize("kind", [Gated, Gelu, Attention, Tied, Experts])
+@pytest.mark.parametrize("kind", [Gated, Gelu, Attention, Tied, Experts, Regions])
 def test_the_default_keeps_less_with_the_same_bits(kind: type[nn.Module]) -> None:
     model = made(kind)
     everything, exact = step(None, model), step(EXACT, model)

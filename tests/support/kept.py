@@ -50,8 +50,10 @@ class OpByOp:
             return forward, backward
 
         def run(module: GraphModule, _: Any) -> Callable[..., Any]:
-            if self.fuse:
-                post_grad_pass.fuse(module.graph)
+            graphs = [each for each in module.modules() if isinstance(each, GraphModule)] if self.fuse else []
+            for each in graphs:  # regions too
+                post_grad_pass.fuse(each.graph)
+                each.recompile()
             return make_boxed_func(torch.fx.Interpreter(module).run)
 
         compiler: Any = aot_autograd(
