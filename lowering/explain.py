@@ -17,7 +17,7 @@ from fp8fn import arguments
 from fp8fn.lowering import find_grouped
 from fp8fn.lowering.costs import check_measure, check_target, chip_for, measured, size_of, sized
 from fp8fn.lowering.explanation import Explanation, Row
-from fp8fn.lowering.find import Gemm
+from fp8fn.lowering.find import Gemm, regions
 from fp8fn.lowering.graph.nodes import origin_of, value
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.missed_weights import Seen
@@ -184,8 +184,8 @@ def _row(decision: Decision, recipe: Recipe, target: str | None) -> Row:
 
 
 def _holds_fp8(gm: GraphModule) -> bool:
-    """Whether a graph has FP8 tensors, perhaps inside a subclass; an exact pattern needs one."""
-    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    """Whether a graph or a region has FP8 tensors, perhaps inside a subclass; an exact pattern needs one."""
+    values = (node.meta.get("example_value") for graph, _ in regions(gm) for node in graph.graph.nodes)
     tensors = [value for value in values if isinstance(value, Tensor)]
     return any(value.dtype in FP8_DTYPES or is_traceable_wrapper_subclass(value) for value in tensors)
 
@@ -211,8 +211,9 @@ def _traced(
         return boxed
 
     def inference(module: GraphModule, inputs: Any) -> Callable[..., Any]:
-        found.extend(joint_pass.apply(module.graph, everything))
-        module.recompile()
+        for graph in [each for each in module.modules() if isinstance(each, GraphModule)]:  # regions too
+            found.extend(joint_pass.apply(graph.graph, everything))
+            graph.recompile()
         return unchanged(module, inputs)
 
     compile_graph = aot_autograd(

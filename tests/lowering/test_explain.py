@@ -28,6 +28,7 @@ from fp8fn.weights.form import Form
 from fp8fn.weights.fp8_weight import weight_of
 
 H200 = NAMED["sm90"]
+FP8 = torch.float8_e4m3fn
 FAST = Times(Step(10.0, 20.0), Step(20.0, 40.0), "a table")
 SLOW = Times(Step(20.0, 40.0), Step(10.0, 20.0), "a table")
 
@@ -516,3 +517,22 @@ def test_the_kernel_of_groups_is_that_of_the_chips_table() -> None:
     assert "BM=192,BN=128" in kernels["h200"]
     assert "TURNS=0" in kernels["h200"]
     assert kernels["h200"].endswith("(cuda by scaled_grouped_mm-nvidia-h200-132.json)")
+
+
+@torch.compiler.nested_compile_region
+def scaled_layer(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    out: Tensor = torch._scaled_mm(x.to(FP8), w.to(FP8).t(), scale, scale, out_dtype=torch.bfloat16)
+    return out
+
+
+def test_a_product_on_fp8_data_in_a_shared_region() -> None:
+    """It is substituted once, for all of its calls, and listed once; no FP8 tensor is outside of the region."""
+
+    def model(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        return scaled_layer(scaled_layer(x, w, scale), w, scale)
+
+    given = [torch.randn(128, 256).bfloat16(), torch.randn(256, 256).bfloat16(), torch.ones(())]
+    found = fp8fn.explain(model, *given, show=False)
+    assert [(row.op, row.shape, row.kernel, row.reason) for row in found.rows] == [
+        ("aten._scaled_mm.default", (128, 256, 256), "fp8fn::scaled_mm", None)
+    ]
