@@ -14,6 +14,7 @@ from fp8fn.lowering.joint_pass import SubstitutionPass, with_pass
 from fp8fn.lowering.monitor_pass import training, with_monitor
 from fp8fn.lowering.post_grad_pass import with_fusion, with_pipeline
 from fp8fn.lowering.recipe_pass import rewrite
+from fp8fn.lowering.separate_regions import separated
 from fp8fn.lowering.watched_graph import check_every, watched
 from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import BACKEND_DEFAULT, SAVES, Recipe, parse_recipe, recipe_key
@@ -60,7 +61,8 @@ def fp8fn(
     in FP8 within the graph. It is False by default.
 
     The option `monitor` is a number of steps: every so many, the graph measures its operands in FP8, for
-    `fp8fn.read_monitor`. Results have the same bits with and without it.
+    `fp8fn.read_monitor`. Results have the same bits with and without it. A region that several layers share is then
+    compiled for each of them.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -80,7 +82,7 @@ def fp8fn(
     async_tp = given.pop("async_tp", None)
     patches = _inductor_options(mode, given)
     decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
-    graph = watched(every, gm, decisions)
+    graph = watched(every, gm, decisions if every is None else separated(gm, decisions))
     patches = with_pass(patches, takes_everything(where), recipe.batch_invariant)
     patches = with_fusion(with_pipeline(patches, async_tp), fuse)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)

@@ -308,7 +308,7 @@ def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str
     left, right = tensor_of(a), tensor_of(b)
     groups = find_grouped.groups_of(left, right, given.get("offsets"))
     reason = groups if isinstance(groups, str) else None
-    parameter = parameter_of(b, outer) or _first_stacked(b, outer) or parameter_of(quantized_source(b, outer), outer)
+    parameter = parameter_of(b, outer) or first_stacked(b, outer) or parameter_of(quantized_source(b, outer), outer)
     if isinstance(groups, Groups) and groups.offsets is None and parameter is None:
         reason = ACTIVATIONS
     if given.get("bias") is not None:
@@ -473,7 +473,7 @@ def _gathered(node: Any, outer: Mapping[Node, Node]) -> Node | None:
     return None
 
 
-def _first_stacked(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+def first_stacked(node: Any, outer: Mapping[Node, Node]) -> Node | None:
     """The first parameter of the `torch.stack` or `torch.cat` that makes the weight, or None."""
     while isinstance(node, Node) and node.op in ("call_function", "call_method"):
         first = node.args[0] if node.args else None

@@ -122,7 +122,7 @@ def _operands(graph: Graph) -> Iterator[tuple[int, str, _Operand]]:
 
     In a backward graph these are the gradients: the operands that depend on the gradients that the graph is given.
     """
-    given = [node for node in graph.find_nodes(op="placeholder") if "tangents" in str(node.target)]
+    given = _incoming_gradients(graph)
     later = _dependents(given)
     for node in list(graph.nodes):
         product = product_of(node)
@@ -134,6 +134,21 @@ def _operands(graph: Graph) -> Iterator[tuple[int, str, _Operand]]:
             found = _found(graph, *operand)
             if found is not None:
                 yield product, "gradient" if given else kind, found
+
+
+def _incoming_gradients(graph: Graph) -> list[Node]:
+    """The gradients that a graph is given.
+
+    PyTorch does not cut the joint graph of a region inside of a region, and does not name the gradients there: they are
+    the inputs that no node of the forward reads.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    named = [node for node in inputs if "tangents" in str(node.target)]
+    return named or [node for node in inputs if node.users and all(map(_is_backward, node.users))]
+
+
+def _is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def _dependents(nodes: list[Node]) -> set[Node]:

@@ -522,3 +522,72 @@ def test_on_a_gpu(mode: str) -> None:
             assert asdict(statistics[name]["weight"]) == pytest.approx({**wanted, "exact": True, "step": 8}, rel=1e-6)
             assert len(statistics[name]) == 3
             assert all(of.snr_db > 25 for of in statistics[name].values())
+
+
+# ---- regions ----------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.nested_compile_region
+def shared(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+@torch.compiler.nested_compile_region
+def shared_twice(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return shared(shared(x, v), w)
+
+
+@torch.compiler.nested_compile_region
+def shared_experts(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    return torch._grouped_mm(x, w, offs=offsets)
+
+
+class Regions(nn.Module):
+    """Four weights of regions that are called several times, each 16 times the one before."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, groups = kind, [3] if kind == "experts" else []
+        generator = torch.Generator().manual_seed(1)
+        weights = (torch.randn(*groups, WIDTH, WIDTH, generator=generator) * 16.0**layer for layer in range(4))
+        self.layers = nn.ParameterList(w.bfloat16() for w in weights)
+        self.register_buffer("ends", torch.tensor([100, 228, 320], dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "nested":
+            return shared_twice(shared_twice(x, *self.layers[:2]), *self.layers[2:])  # type: ignore[no-any-return]
+        for w in self.layers:
+            x = shared_experts(x, w, self.ends) if self.kind == "experts" else shared(x, w)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["flat", "nested", "experts"])
+def test_layers_that_share_a_region_have_statistics_of_their_own(kind: str) -> None:
+    """The products of all calls are those of one graph without the monitor, and have the same bits with it."""
+    plain = Regions(kind)
+    watched = copy.deepcopy(plain)
+    out_grad = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(2)).bfloat16()
+    results = []
+    for model, every in ((plain, None), (watched, 1)):
+        torch._dynamo.reset()
+        x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+        out = compiled(model, every)(x)
+        out.backward(out_grad)
+        results.append([out, x.grad, *gradients(model)])
+    assert all(map(torch.equal, *results))
+    found = fp8fn.read_monitor(watched)
+    assert list(found) == [f"layers.{layer}" for layer in range(4)]
+    for layer, operands in enumerate(found.values()):
+        w = watched.layers[layer].detach()
+        assert operands["weight"].amax == w.abs().max().item()
+        matrices = w.reshape(-1, WIDTH, WIDTH).float()
+        error = torch.cat([m - fp8fn.dequantize(fp8fn.quantize(m, (128, 128)), torch.float32) for m in matrices])
+        snr = 10 * torch.log10(matrices.square().sum() / error.square().sum()).item()
+        assert operands["weight"].snr_db == pytest.approx(snr, abs=1e-3)
+    assert found["layers.0"]["activation"].amax == x.abs().max().item()
+    assert found["layers.3"]["gradient"].amax == out_grad.abs().max().item()
+    for layer in range(3):
+        scale = 16.0**layer * WIDTH**0.5  # by which one product multiplies what it reads
+        before, after = found[f"layers.{layer}"], found[f"layers.{layer + 1}"]
+        assert after["activation"].amax / before["activation"].amax == pytest.approx(scale, rel=0.5)
+        assert before["gradient"].amax / after["gradient"].amax == pytest.approx(16 * scale, rel=0.5)
