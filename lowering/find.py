@@ -351,7 +351,10 @@ def _classify_other(node: Node, outer: Mapping[Node, Node]) -> Iterator[Gemm]:
 
 
 def _computed(node: Any, outer: Mapping[Node, Node]) -> str | None:
-    """The reason to leave a weight alone that is computed from parameters and buffers only, else None."""
+    """The reason to leave a weight alone that is computed from parameters and buffers only, else None.
+
+    The result of a linear layer is an activation even then: learned queries, positions or a probe.
+    """
     seen: set[Node] = set()
     waiting, names, parameters = [outer.get(node, node)], [], []
     while waiting:
@@ -360,6 +363,8 @@ def _computed(node: Any, outer: Mapping[Node, Node]) -> str | None:
         if each in seen:
             continue
         seen.add(each)
+        if each.target in _LINEAR:
+            return None
         if each.op not in ("placeholder", "get_attr"):
             waiting += each.all_input_nodes
         elif isinstance(value(each), torch.nn.Parameter):

@@ -324,3 +324,33 @@ def test_a_functional_call_that_is_differentiated(transform: str, detach: bool) 
     assert made == [2]
     for name, expected in step(by_hand, parameters, x).items():
         assert snr(found[name], expected) > 60
+
+
+class LearnedQueries(nn.Module):
+    """Attention of learned queries to themselves and to the input, and a product with a weight of two factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.norm = nn.Parameter(torch.randn(20, WIDTH)), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.left, self.right = nn.Parameter(torch.randn(WIDTH, 8)), nn.Parameter(torch.randn(8, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.norm(self.queries)
+        rows = (self.q(queries) @ self.k(queries).mT).softmax(-1) @ self.v(queries)
+        out: Tensor = (self.q(rows) @ x.mT).softmax(-1) @ x
+        return F.linear(out, self.left @ self.right)
+
+
+def test_learned_queries_are_activations() -> None:
+    """Only a weight that is computed without a linear layer is a weight."""
+    rows = fp8fn.explain(LearnedQueries(), torch.randn(20, WIDTH), where="*", show=False).rows
+    left = [(row.shape, row.reason) for row in rows if not row.weight]
+    assert left == [
+        ((20, 20, 128), LEFT),
+        ((20, 128, 20), LEFT),
+        ((20, 20, 128), LEFT),
+        ((20, 128, 20), LEFT),
+        ((20, 128, 128), "computed from a parameter (left, right): fp8fn.linear takes it"),
+    ]
+    assert [row.weight for row in rows if row.reason is None] == ["q.weight", "k.weight", "v.weight", "q.weight"]
