@@ -110,19 +110,25 @@ def explain(
         measurable = [decision.gemm.site if decision.possible and own else None for decision, own in pairs]
         measurable = [None if site is None else sized(site) for site in measurable]
         measurable += [None] * (len(merged) - len(measurable))
+        # A region's products are listed for each of its calls.
+        calls = [(place, each) for place, found in enumerate(decisions) for each in found.gemm.in_each_call]
+        listed = [replace(merged[place], weight=each.site.weight) for place, each in calls]
+        listed += merged[len(decisions) :]
+        measurable = [measurable[place] for place, _ in calls] + measurable[len(decisions) :]
         chips.extend(chip_for(decision.gemm.site.device, target) for decision in decisions if decision.times)
 
-        def add(listed: Sequence[Row]) -> None:
-            rows.extend(listed)
+        def add(found: Sequence[Row]) -> None:
+            rows.extend(found)
             sites.extend(measurable)
             steps.append(step)
 
         def again(names: Sequence[str]) -> None:
-            listed = zip(merged[: len(names)], decisions, names, strict=True)
-            add([*(_again(row, decision, name, where) for row, decision, name in listed), *merged[len(names) :]])
+            own = zip(listed[: len(names)], calls, names, strict=True)
+            others = (_again(row, decisions[place], name, where) for row, (place, _), name in own)
+            add([*others, *listed[len(names) :]])
 
-        add(merged)
-        forward = watch_weights(gm, [decision.gemm for decision in decisions], forward, again)
+        add(listed)
+        forward = watch_weights(gm, [each for _, each in calls], forward, again)
         return seen.watch(forward)
 
     with _unchanged(model), _without_cache(model, kwargs) as keywords:

@@ -65,6 +65,7 @@ class Row:
 class Explanation:
     """The rows of `explain`, one for each product of all graphs; `str()` is the table, `repr()` its summary.
 
+    A product of a region that several layers share has a row for each of its calls.
     The table has a section for each kernel and for each reason to leave products alone. Layers that differ only in
     their number share a line: `12x  layers.*.mlp.up.weight`. `chip` is the chip that times are estimated for. `outside`
     lists the weights that no graph contains, below the table. `step` is the estimated time of all products in FP8

@@ -97,7 +97,8 @@ class Gemm:
 
     `total` is the sum that the product is a term of, if it adds more than a bias. `groups` describes the groups of a
     `torch._grouped_mm`; `parameter` is the graph input of the weight, if known. A product in a region that is called
-    several times is found once: `parameters` are those of all calls, and `weights` their names.
+    several times is found once, with the number of `calls`: `parameters` are those of all calls, and `weights` their
+    names.
     """
 
     node: Node
@@ -113,6 +114,15 @@ class Gemm:
     total: Sum | None = None
     parameters: tuple[Node, ...] = ()
     weights: tuple[str, ...] = ()
+    calls: int = 1
+
+    @property
+    def in_each_call(self) -> list[Gemm]:
+        """The product once for each call of its region, with the weight of that call if all have one."""
+        if len(self.parameters) != self.calls:
+            return [self] * self.calls
+        own = zip(self.parameters, self.weights, strict=True)
+        return [replace(self, parameter=given, site=replace(self.site, weight=name)) for given, name in own]
 
     @property
     def source(self) -> str:
@@ -134,7 +144,8 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
             calls = *(first[0].parameters or [first[0].parameter]), gemms[0].parameter
             parameters = tuple(parameter for parameter in calls if parameter is not None)
             weights = tuple(map(weight_name, parameters))
-            found[gemms[0].node] = [replace(each, parameters=parameters, weights=weights) for each in kept]
+            count = first[0].calls + 1
+            found[gemms[0].node] = [replace(each, parameters=parameters, weights=weights, calls=count) for each in kept]
     for gemms in found.values():
         yield from gemms
 

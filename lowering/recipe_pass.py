@@ -82,8 +82,13 @@ def _is_weight(outer: Mapping[Node, Node], node: Node) -> bool:
 
 def step_of(decisions: Iterable[Decision], *, replayed: bool = False) -> StepTimes:
     """The estimated times of the graph's products in FP8, or of those that are left alone because of the sum."""
-    known = [decision.taken for decision in decisions if decision.taken is not None]
-    unknown = sum(decision.reason is None and decision.taken is None for decision in decisions)
+    known, unknown = [], 0
+    for decision in decisions:
+        for call in range(decision.gemm.calls):
+            if (taken := decision.taken) is not None:
+                known.append(replace(taken, x=(taken.x, call), weight=(taken.weight, call)))
+            elif decision.reason is None:
+                unknown += 1
     return step_times(known, unknown=unknown, replayed=replayed)
 
 
@@ -112,7 +117,7 @@ def _of_calls(gemm: Gemm, why: Callable[[Site], str | None]) -> str | None:
     for name in gemm.weights or [gemm.site.weight]:
         reason = why(replace(gemm.site, weight=name))
         if reason is not None:
-            return reason if name == gemm.site.weight else f"{reason} ({name}, in another call of this region)"
+            return reason if gemm.calls == 1 else f"{reason} ({name}; a region is decided once for all of its calls)"
     return None
 
 

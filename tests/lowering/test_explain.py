@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -536,3 +536,46 @@ def test_a_product_on_fp8_data_in_a_shared_region() -> None:
     assert [(row.op, row.shape, row.kernel, row.reason) for row in found.rows] == [
         ("aten._scaled_mm.default", (128, 256, 256), "fp8fn::scaled_mm", None)
     ]
+
+
+class Layers(nn.Module):
+    """Three gated MLPs of one function, and a small head."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.mlp = mlp
+        shapes = {"gate": (4096, 2048), "up": (4096, 2048), "down": (2048, 4096)}
+        self.layers = nn.ModuleList(
+            nn.ParameterDict({name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()})
+            for _ in range(3)
+        )
+        self.out = nn.Linear(2048, 64, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.mlp(x, layer["gate"], layer["up"], layer["down"])
+        out: Tensor = self.out(x)
+        return out
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def test_a_shared_region_counts_for_each_of_its_calls() -> None:
+    """Rows, times and the share of operations are those of a model whose layers share nothing."""
+    found = []
+    for mlp in (gated, torch.compiler.nested_compile_region(gated)):
+        with torch.device("meta"):
+            model, x = Layers(mlp), torch.empty(8192, 2048, dtype=torch.bfloat16)
+        found.append(fp8fn.explain(model, x, target="H100", show=False))
+    plain, shared = found
+    rows = [{row.weight: (row.shape, row.reason, row.estimated) for row in each.rows} for each in found]
+    assert rows[0] == rows[1]
+    assert len(shared.rows) == len(plain.rows) == 10
+    assert plain.step is not None
+    assert shared.step is not None
+    assert astuple(shared.step) == pytest.approx(astuple(plain.step))
+    assert (shared.step.products, shared.substituted) == (9, 9)
+    assert shared.share == plain.share == pytest.approx(1 - 64 / (9 * 4096 + 64))
+    assert "3x  layers.*.up" in str(shared)

@@ -199,12 +199,12 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("around", [False, True])
 def test_a_region_that_several_layers_share(around: bool) -> None:
-    """Its product is replaced once, for all of its calls, and listed once."""
+    """Its product is replaced once, for all of its calls, and listed for each."""
     model, x = Layers(around=around), torch.randn(M, K, requires_grad=True)
     found = fp8fn.explain(model, x, where="*", show=False)
     out = torch.compile(model, backend=without_inductor, fullgraph=True)(x)
     assert 20 < snr(out, model(x)) < 60
-    assert [(row.weight, row.reason) for row in found.rows] == [("layers.0", None)]
+    assert [(row.weight, row.reason) for row in found.rows] == [(f"layers.{each}", None) for each in range(3)]
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -214,16 +214,18 @@ def test_a_shared_region_with_a_weight_that_where_leaves_out(left: int, around: 
     model, x = Layers(around=around), torch.randn(M, K, requires_grad=True)
     where = [f"layers.{each}" for each in range(3) if each != left]
     found = fp8fn.explain(model, x, where=where, show=False)
-    assert [(row.weight, row.reason) for row in found.rows] == [
-        ("layers.0", f"where said no (layers.{left}, in another call of this region)" if left else "where said no")
-    ]
+    reason = f"where said no (layers.{left}; a region is decided once for all of its calls)"
+    assert [(row.weight, row.reason) for row in found.rows] == [(f"layers.{each}", reason) for each in range(3)]
 
 
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
         ("inner.layers.*", None),
-        (["inner.layers.0", "inner.layers.2"], "where said no (inner.layers.1, in another call of this region)"),
+        (
+            ["inner.layers.0", "inner.layers.2"],
+            "where said no (inner.layers.1; a region is decided once for all of its calls)",
+        ),
     ],
 )
 def test_a_shared_region_behind_a_graph_break(where: str | list[str], reason: str | None) -> None:
@@ -241,7 +243,7 @@ def test_a_shared_region_behind_a_graph_break(where: str | list[str], reason: st
             return x
 
     found = fp8fn.explain(Outer(), torch.randn(M, K, requires_grad=True), where=where, show=False)
-    assert [(row.weight, row.reason) for row in found.rows] == [("inner.layers.0", reason)]
+    assert [(row.weight, row.reason) for row in found.rows] == [(f"inner.layers.{each}", reason) for each in range(3)]
 
 
 @torch.compiler.nested_compile_region
@@ -268,7 +270,8 @@ class Vocabulary(nn.Module):
 def test_a_shared_region_is_a_head_if_one_of_its_calls_is(tied: bool, reason: str | None) -> None:
     """Repeated layers as wide as the vocabulary are none, as where each has a product of its own."""
     rows = fp8fn.explain(Vocabulary(tied=tied), torch.arange(64), show=False).rows
-    assert [(row.weight, row.reason) for row in rows] == [("layers.0", reason)]
+    names = ["layers.0", "layers.1", *["table.weight"] * tied]
+    assert [(row.weight, row.reason) for row in rows] == [(name, reason) for name in names]
 
 
 class Own(torch.autograd.Function):
