@@ -25,7 +25,7 @@ LEAST_WORTHWHILE: Final = 512
 # `convert` share this list. The head of Meta's Llama is `output`, which is a layer's name in other models. A norm may
 # hold the layer that computes its scale, `norm1.linear.weight`; DBRX's `norm_attn_norm` holds all of attention.
 _SENSITIVE: Final = re.compile(
-    r"(?:^|\.)(lm_head|output_head|head|classifier|\w*embed\w*|wte|wpe|router|gate)(?:\.|$)"
+    r"(?:^|\.)(lm_heads?|output_head|head|classifier|\w*embed\w*|wte|wpe|router|gate)(?:\.|$)"
     r"|(?:^|\.)(\w*norm\w*)(?:\.\w+){0,2}$"
     r"|^(output)\.weight$"
 )

@@ -256,6 +256,7 @@ def test_explain_names_what_matches_nothing(caplog: pytest.LogCaptureFixture) ->
     [
         ("transformer.word_embeddings.weight", "word_embeddings"), ("head.weight", "head"), ("output.weight", "output"),
         ("lm_head.weight", "lm_head"), ("model.layers.0.mlp.gate.weight", "gate"), ("embed_out.weight", "embed_out"),
+        ("lm_heads.3.weight", "lm_heads"),
         ("transformer.wte.weight", "wte"), ("transformer.wpe.weight", "wpe"), ("classifier.weight", "classifier"),
         ("model.layers.61.shared_head.head.weight", "head"), ("layers.0.router.weight", "router"),
         ("layers.0.input_layernorm.weight", "input_layernorm"), ("vit.patch_embed.proj.weight", "patch_embed"),
