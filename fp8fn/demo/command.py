@@ -63,7 +63,10 @@ def main(argv: Sequence[str]) -> int:
         f"{_precision(preset.model, device)} against FP8 ({arguments.recipe}){_changed_settings(arguments)}\n",
         flush=True,
     )
-    left = _explain(model, plan, arguments.recipe, arguments.where)
+    explanation = _explain(model, plan, arguments.recipe, arguments.where)
+    if not explanation.substituted:
+        parser.exit(2, f"{parser.prog}: no product is in FP8, so nothing is compared; --where '*' takes all products\n")
+    left = left_alone(explanation)
     fp8 = in_fp8(arguments.recipe, arguments.where)
     pairs = compare(model, corpus, plan, fp8, progress=_progress(), seeds=arguments.seeds)
     if arguments.json:
@@ -199,13 +202,13 @@ def _unsupported_device(device: torch.device) -> str | None:
     return None
 
 
-def _explain(model: GPT, plan: Plan, recipe: str, where: str | None) -> list[str]:
-    """Print the table of the products, and return what is left alone."""
+def _explain(model: GPT, plan: Plan, recipe: str, where: str | None) -> fp8fn.lowering.explanation.Explanation:
+    """Print the table of the products."""
     tokens = torch.zeros(plan.batch, model.config.context, dtype=torch.int64, device=plan.device)
     with plan.autocast:
         explanation = fp8fn.explain(model, tokens, recipe=recipe, where=where)
     print(flush=True)
-    return left_alone(explanation)
+    return explanation
 
 
 def _progress() -> Callable[[str, Iterable[int]], Iterator[int]]:

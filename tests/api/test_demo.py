@@ -30,6 +30,7 @@ from fp8fn.demo.report import conclusion, left_alone, plot, table, verdict
 from fp8fn.demo.results import markdown, results
 from fp8fn.demo.saved import bytes_saved
 from fp8fn.demo.train import Plan, Run, Variant, evaluate
+from fp8fn.lowering.explanation import Explanation, Row
 
 CPU = torch.device("cpu")
 CONFIG = GPTConfig(context=64, dim=128, layers=1, heads=2, hidden=128)
@@ -501,7 +502,17 @@ def test_status_and_json_of_two_pairs(
         return pairs_of((2.0, 2.0), (2.0, last))
 
     monkeypatch.setattr(command, "compare", without_training)
-    monkeypatch.setattr(command, "_explain", lambda *_: ["1x head.weight: small"])
+    row = Row(
+        node="mm",
+        source="model.py:1",
+        op="matmul",
+        weight="up.weight",
+        shape=(2, 2, 2),
+        kernel="reference",
+        reason=None,
+    )
+    head = replace(row, weight="head.weight", kernel=None, reason="small")
+    monkeypatch.setattr(command, "_explain", lambda *_: Explanation((row, head), "blockwise_square", 1))
     options = {"--size": "tiny", "--steps": 1, "--batch": 2, "--learning-rate": 5e-4, "--seed": 5, "--seeds": 2}
     paths = {"--plot": tmp_path / "curves.png", "--json": tmp_path / "demo.json"}
     asked = {"--device": "cpu", **options, **paths}
@@ -529,6 +540,23 @@ def test_status_and_json_of_two_pairs(
         assert pair["baseline"] == {"name": "baseline", **baseline}
         assert pair["fp8"].pop("validation") == [[0, 4.0], [1, pytest.approx(end, nan_ok=True)]]
         assert pair["fp8"] == {"name": "fp8", "tokens_per_second": 500, "saved_bytes": 1 << 20, "peak_bytes": None}
+
+
+def test_nothing_is_trained_without_a_product_in_fp8(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    fresh_dynamo: None,
+) -> None:
+    """A name that `where` misspells: two equal trainings would end with a verdict about FP8."""
+    monkeypatch.setattr(command, "compare", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--device", "cpu", "--size", "tiny", "--where", "layer.*"])
+    assert stop.value.code == 2
+    assert "where='layer.*' matches no weight; nearest names: 'layers.*" in caplog.text
+    assert capsys.readouterr().err == (
+        "python -m fp8fn demo: no product is in FP8, so nothing is compared; --where '*' takes all products\n"
+    )
 
 
 @pytest.mark.parametrize(
