@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 import fp8fn
+import fp8fn.distributed
 from fp8fn import cli
 from fp8fn.bench import docs, record
 from fp8fn.bench.train import figure
 from fp8fn.demo.model import GPT
 from fp8fn.demo.presets import PRESETS
+from fp8fn.ops.recipe import PRESETS as RECIPES
 
 pytestmark = pytest.mark.every_case
 
@@ -103,6 +105,17 @@ def test_readme_has_the_command_of_ci() -> None:
     command = "python -m pytest -n logical --dist worksteal --quick"
     assert f"\n{command}\n" in README.read_text(encoding="utf-8")
     assert f'{command} "$@"' in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_reference_has_every_public_callable() -> None:
+    """The presets of `Recipe` are on the page of recipes."""
+    shown = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE))
+    for module in (fp8fn, fp8fn.distributed):
+        public = {f"{module.__name__}.{name}" for name in module.__all__ if callable(getattr(module, name))}
+        assert len(public) >= 7
+        assert public <= shown, public - shown
+    recipes = (ROOT / "docs" / "guides" / "recipes.md").read_text(encoding="utf-8")
+    assert [name.upper() for name in RECIPES if f"`{name.upper()}`" not in recipes] == []
 
 
 def headings(page: Path) -> set[str]:

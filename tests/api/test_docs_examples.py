@@ -109,8 +109,7 @@ def of_serving(folder: Path) -> dict[str, Any]:
     of_checkpoints(folder)
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     ids = torch.arange(8)[None]
-    config = transformers.AutoConfig.from_pretrained(folder / "bf16")
-    return {"transformers": transformers, "peft": peft, "config": config, "batch": {"input_ids": ids, "labels": ids}}
+    return {"transformers": transformers, "peft": peft, "batch": {"input_ids": ids, "labels": ids}}
 
 
 def of_distributed(folder: Path) -> dict[str, Any]:
