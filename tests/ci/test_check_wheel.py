@@ -44,6 +44,21 @@ def test_size(tmp_path: Path) -> None:
     assert fault.endswith("at most 1500000 are allowed")
 
 
+def test_type_checkers_follow_an_editable_install(tmp_path: Path) -> None:
+    """It is a path to the checkout. An import hook, which setuptools makes otherwise, is known to Python alone."""
+    root, checkout = Path(__file__).parents[2], tmp_path / "checkout"
+    for name in ("pyproject.toml", "README.md", "LICENSE", "fp8fn/version.py", "ops/__init__.py"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, checkout / name)
+    (checkout / "fp8fn/__init__.py").touch()
+    (checkout / "fp8fn/ops").symlink_to("../ops")
+    code = f"from setuptools.build_meta import build_editable; print('\\n' + build_editable({str(tmp_path)!r}))"
+    process = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(tmp_path / process.stdout.splitlines()[-1]) as wheel:
+        (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+        assert wheel.read(path).decode().strip() == str(checkout)
+
+
 def test_a_checkout_without_symlinks_says_what_to_do(tmp_path: Path) -> None:
     """git then writes a file with the link's target; nothing else finds the folders for this process."""
     package = Path(__file__).parents[2] / "fp8fn"
