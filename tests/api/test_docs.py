@@ -211,6 +211,7 @@ def test_messages_of_troubleshooting_are_ours() -> None:
     quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
     others = {
         "is not a valid DynamoBackend", "Invalid scalar type", "Failed to initialize NumPy",
+        "Either mode or options can be specified",
         "only Tensors of floating point dtype can require gradients",
         "Attempted to access the data pointer on an invalid python storage",
     }  # fmt: skip
