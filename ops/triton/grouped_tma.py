@@ -21,6 +21,7 @@ from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP
+from fp8fn.ops.triton.boxes import boxes
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.group_tiles import (
     borders,
@@ -95,8 +96,8 @@ def grouped_rows_tma(
             b_tile = tl.reshape(b.load([expert, start_n, k * BK]), (BN, BK)).T
         if A_FORMAT is not None:
             block_n = expert * tl.cdiv(N, 128) + tile_n * (BN // 128)
-            a_stored = tma_scales(a_scale, place, 0, k, BM, BK, True)
-            b_stored = tma_scales(b_scale, block_n, 0, k, BN, BK, True)
+            a_stored = tma_scales(a_scale, place, 0, 0, k, BM, BK, True)
+            b_stored = tma_scales(b_scale, block_n, 0, 0, k, BN, BK, True)
             acc = tl.dot_scaled(a_tile, a_stored, A_FORMAT, b_tile, b_stored, B_FORMAT, acc)
         else:
             product = tl.dot(a_tile, b_tile)
@@ -296,7 +297,8 @@ def _plan_k(product: ScaledProduct, config: GemmConfig) -> TritonLaunch:
         kernel=grouped_k_tma,
         grid=(groups * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={
-            "a": _lines_of(a, config.BM, a_turned), "b": _lines_of(b.mT, config.BN, b_turned), "out": out,
+            "a": boxes(a.mT, _BK, config.BM) if a_turned else boxes(a, config.BM, _BK),
+            "b": boxes(b, _BK, config.BN) if b_turned else boxes(b.mT, config.BN, _BK), "out": out,
             "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "offsets": offsets,
             "M": m, "N": n, "T": most_tokens(k, groups), "E": groups, "out_e": out.stride(0), "out_m": out.stride(1),
             "as_m": a_scale.stride(0), "as_k": a_scale.stride(1), "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1),
@@ -310,13 +312,6 @@ def _plan_k(product: ScaledProduct, config: GemmConfig) -> TritonLaunch:
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
         target=product.target,
     )  # fmt: skip
-
-
-def _lines_of(x: Tensor, lines: int, turned: bool) -> TensorDescriptor:
-    """Boxes of `lines` rows of `x (M, K)` by a K tile; with `turned` those of `x.mT`, by as many columns."""
-    if turned:
-        return TensorDescriptor.from_tensor(as_batch(x.mT)[0], [_BK, lines])
-    return TensorDescriptor.from_tensor(as_batch(x)[0], [lines, _BK])
 
 
 def _box_of(b: Tensor, columns: int, turned: bool) -> TensorDescriptor:

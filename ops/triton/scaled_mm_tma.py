@@ -7,23 +7,22 @@ from typing import Final
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.triton.boxes import boxes, load_box, store_box
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_mm import check_blocks
 from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
-from fp8fn.ops.triton.views import ceil_div, is_wide
+from fp8fn.ops.triton.views import batch_stride, batched, ceil_div, is_wide
 
 # Depth of a tile: 128 bytes, the widest swizzle of TMA and the extent of a scale along K.
 _BK: Final = 128
 # Fewer rows leave a 64-row instruction of the tensor core mostly empty: the pointer kernel has tiles of 16.
 _LEAST_ROWS: Final = 65
-_TMA_ALIGNMENT: Final = 16
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ _MANY_TILES: Final = 4096
 # spill 6.
 VECTORS: Final = TmaConfig()
 _MASKED_VECTORS: Final = TmaConfig(BN=64)
+_DEEP: Final = TmaConfig(BN=64, num_stages=5)
 # On sm120 a multiprocessor has 100 KiB of shared memory: room for two such programs.
 SMALL: Final = TmaConfig(BM=64, num_warps=4, num_stages=2, OCCUPANCY=2)
 # Architectures whose FP8 instruction reads operands from shared memory along either axis.
@@ -69,16 +69,17 @@ _ARCHITECTURES: Final = (90, *_EITHER_AXIS, 120)
 
 @triton.jit
 def scaled_mm_tma(
-    a, b, out, a_scale, b_scale, bias, M, N, K, out_m, as_m, as_k, bs_k, bs_n,
+    a, b, out, a_scale, b_scale, bias, B, M, N, K, out_b, out_m, as_b, as_m, as_k, bs_b, bs_k, bs_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     A_M: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, OUT_TMA: tl.constexpr, WIDE: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, AHEAD: tl.constexpr, PROMOTE: tl.constexpr,
-    A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
+    A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, BATCHED: tl.constexpr,
 ):  # fmt: skip
     """Tiles `program, program + PROGRAMS, ...`; `a (M, K)`, `b (N, K)` and, with OUT_TMA, `out` are descriptors.
 
-    With `A_TURNED` a is `(K, M)`, and with `B_TURNED` b is `(K, N)`.
+    With `A_TURNED` a is `(K, M)`, and with `B_TURNED` b is `(K, N)`. `BATCHED`: `out` is `B` matrices, and so is each
+    operand whose boxes have three axes.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -87,42 +88,51 @@ def scaled_mm_tma(
     B_VECTOR: tl.constexpr = B_N != -1 and B_N % BN != 0
     A_PER_K: tl.constexpr = A_K != -1
     B_PER_K: tl.constexpr = B_K != -1
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
-        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
+    for tile in tl.range(tl.program_id(0), B * tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
+        matrix = 0
+        place = tile
+        a_scales = a_scale
+        b_scales = b_scale
+        if BATCHED:
+            matrix = tile // (tiles_m * tiles_n)
+            place = tile % (tiles_m * tiles_n)
+            a_scales += matrix.to(tl.int64) * as_b
+            b_scales += matrix.to(tl.int64) * bs_b
+        tile_m, tile_n = grouped_tile(place, tiles_m, tiles_n, GROUP)
         start_m = tile_m * BM
         start_n = tile_n * BN
         offset_m = start_m + tl.arange(0, BM)
         offset_n = start_n + tl.arange(0, BN)
         acc = tl.zeros((BM, BN), tl.float32)
         if AHEAD and A_PER_K:
-            a_next = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+            a_next = tile_scales(a_scales, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
         if AHEAD and B_PER_K:
-            b_next = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            b_next = tile_scales(b_scales, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
         for k in range(blocks_k):
             if A_TURNED:
-                a_tile = a.load([k * BK, start_m]).T
+                a_tile = load_box(a, matrix, k * BK, start_m).T
             else:
-                a_tile = a.load([start_m, k * BK])
+                a_tile = load_box(a, matrix, start_m, k * BK)
             if B_TURNED:
-                b_tile = b.load([k * BK, start_n])
+                b_tile = load_box(b, matrix, k * BK, start_n)
             else:
-                b_tile = b.load([start_n, k * BK]).T
+                b_tile = load_box(b, matrix, start_n, k * BK).T
             a_value = 1.0
             b_value = 1.0
             if A_PER_K:
                 if AHEAD:
                     a_value = a_next
                     following = tl.minimum(k + 1, blocks_k - 1)
-                    a_next = tile_scales(a_scale + following * as_k, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+                    a_next = tile_scales(a_scales + following * as_k, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
                 else:
-                    a_value = tile_scales(a_scale + k * as_k, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+                    a_value = tile_scales(a_scales + k * as_k, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
             if B_PER_K:
                 if AHEAD:
                     b_value = b_next
                     following = tl.minimum(k + 1, blocks_k - 1)
-                    b_next = tile_scales(b_scale + following * bs_k, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+                    b_next = tile_scales(b_scales + following * bs_k, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
                 else:
-                    b_value = tile_scales(b_scale + k * bs_k, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+                    b_value = tile_scales(b_scales + k * bs_k, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
             if A_PER_K or B_PER_K:
                 product = tl.dot(a_tile, b_tile)
                 acc += scaled(product, a_value, b_value, A_VECTOR and A_PER_K, B_VECTOR and B_PER_K)
@@ -132,102 +142,88 @@ def scaled_mm_tma(
                 acc = tl.dot(a_tile, b_tile, acc)
 
         if not A_PER_K:
-            a_whole = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+            a_whole = tile_scales(a_scales, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
             acc = scaled(acc, a_whole, 1.0, A_VECTOR, False)
         if not B_PER_K:
-            b_whole = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            b_whole = tile_scales(b_scales, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
             acc = scaled(acc, 1.0, b_whole, False, B_VECTOR)
         if bias is not None:
             acc += tl.load(bias + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
         if OUT_TMA:
             if SPLIT:
                 left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-                out.store([start_m, start_n], left.to(out.dtype))
-                out.store([start_m, start_n + BN // 2], right.to(out.dtype))
+                store_box(out, left, matrix, start_m, start_n)
+                store_box(out, right, matrix, start_m, start_n + BN // 2)
             else:
-                out.store([start_m, start_n], acc.to(out.dtype))
+                store_box(out, acc, matrix, start_m, start_n)
         else:
             rows = offset_m[:, None]
             if WIDE:
                 rows = rows.to(tl.int64)
             inside = (offset_m[:, None] < M) & (offset_n[None, :] < N)
-            tl.store(out + rows * out_m + offset_n[None, :], acc.to(out.dtype.element_ty), mask=inside)
+            matrix_out = out
+            if BATCHED:
+                matrix_out += tl.cast(matrix, tl.int64) * out_b
+            tl.store(matrix_out + rows * out_m + offset_n[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 def accepts(product: ScaledProduct) -> str | None:
     """None where `plan_scaled_mm_tma` takes these operands, else the reason why not."""
-    (a, _, a_block), (b, _, b_block), out, target = product.a, product.b, product.out, product.target
+    (a, _, a_block), (b, _, b_block), target = product.a, product.b, product.target
     if target.backend != "cuda" or target.arch not in _ARCHITECTURES:
         return f"{target.name} is none of {', '.join(f'sm{arch}' for arch in _ARCHITECTURES)}"
-    if out.dim() != 2 or a.dim() != 2 or b.dim() != 2:
-        return "an operand is a batch"
+    if product.batch > 1 and target.arch == 90:
+        return "a batch on sm90 would spill 8 registers in partial tiles"  # 4095 by 4093, rowwise
     if a.dtype not in OCP or b.dtype not in OCP:
         return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
     if not {a_block[1], b_block[0]} <= {_BK, WHOLE}:
         return f"blocks {a_block} and {b_block}: a scale must hold for {_BK} or all elements along K"
-    if a.shape[0] < _LEAST_ROWS:
-        return f"M is {a.shape[0]}, below {_LEAST_ROWS}"
-    if a.shape[1] == 0:
+    if product.m < _LEAST_ROWS:
+        return f"M is {product.m}, below {_LEAST_ROWS}"
+    if product.k == 0:
         return "K is 0"
     for name, operand in (("a", a), ("b.mT", b.mT)):
-        turned = target.arch in _EITHER_AXIS and _tma_fault(operand.mT) is None
-        if not turned and (fault := _tma_fault(operand)) is not None:
+        turned = target.arch in _EITHER_AXIS and map_fault(operand.mT) is None
+        if not turned and (fault := map_fault(operand)) is not None:
             return f"{name} {fault}"
     return None
 
 
-def _tma_fault(x: Tensor) -> str | None:
-    """Why TMA cannot address the matrix, or None."""
-    if x.stride(1) != 1:
-        return f"has stride {x.stride(1)} along its last axis, not 1"
-    if x.stride(0) * x.element_size() % _TMA_ALIGNMENT:
-        return f"has a row stride of {x.stride(0) * x.element_size()} bytes, no multiple of 16"
-    if x.stride(0) < x.shape[1]:
-        return f"has rows of {x.shape[1]} elements at a stride of {x.stride(0)}"
-    # Meta tensors answer too: their base is 0.
-    if x.data_ptr() % _TMA_ALIGNMENT:
-        return "starts at an address that is no multiple of 16"
-    return None
-
-
-def _descriptor(x: Tensor, lines: int, turned: bool) -> TensorDescriptor:
-    """Tiles of `lines` rows of x by a K tile; with `turned` those of `x.mT`, by as many columns."""
-    return TensorDescriptor.from_tensor(x.mT, [_BK, lines]) if turned else TensorDescriptor.from_tensor(x, [lines, _BK])
-
-
 def plan_scaled_mm_tma(product: ScaledProduct, config: TmaConfig | None = None) -> tuple[TritonLaunch]:
-    """The launch of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`; see `accepts`.
+    """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`; see `accepts`.
 
-    K is contiguous in both operands, except on sm100, where either axis may be.
+    A 2-D operand serves a whole batch. K is contiguous in both, except on sm100, where either axis may be.
     """
     (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
     bias, target = product.bias, product.target
     check_blocks(a_block, b_block)
-    (m, k), n = a.shape, b.shape[1]
+    batch, m, n, k = product.batch, product.m, product.n, product.k
     config = config or choose_config(m, n, a_block, b_block, target)
-    a_turned, b_turned = _tma_fault(a) is not None, _tma_fault(b.mT) is not None
-    a_scale, b_scale = storage(a_scale), storage(b_scale)
-    through_tma = _tma_fault(out) is None
+    a_turned, b_turned = map_fault(a) is not None, map_fault(b.mT) is not None
+    a_scale, b_scale = batched(storage(a_scale)), batched(storage(b_scale))
+    through_tma = map_fault(out) is None
     width = config.BN // 2 if config.SPLIT else config.BN
-    tiles = ceil_div(m, config.BM) * ceil_div(n, config.BN)
+    tiles = batch * ceil_div(m, config.BM) * ceil_div(n, config.BN)
     programs = min(tiles, config.OCCUPANCY * target.cores)
     launch = TritonLaunch(
         kernel=scaled_mm_tma,
         grid=(programs, 1, 1),
         args={
-            "a": _descriptor(a, config.BM, a_turned),
-            "b": _descriptor(b.mT, config.BN, b_turned),
-            "out": TensorDescriptor.from_tensor(out, [config.BM, width]) if through_tma else out,
-            "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "M": m, "N": n, "K": k, "out_m": out.stride(0),
-            "as_m": a_scale.stride(0), "as_k": a_scale.stride(1), "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1),
+            "a": boxes(a.mT, _BK, config.BM) if a_turned else boxes(a, config.BM, _BK),
+            "b": boxes(b, _BK, config.BN) if b_turned else boxes(b.mT, config.BN, _BK),
+            "out": boxes(out, config.BM, width) if through_tma else out,
+            "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "B": batch, "M": m, "N": n, "K": k,
+            "out_b": out.stride(0) if batch > 1 else 0, "out_m": out.stride(-2),
+            "as_b": batch_stride(a_scale, batch), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
+            "bs_b": batch_stride(b_scale, batch), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
         },
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": _BK, "GROUP": config.GROUP, "PROGRAMS": programs,
             "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1],
             "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
-            "OUT_TMA": through_tma, "WIDE": is_wide(out),
+            "OUT_TMA": through_tma, "WIDE": is_wide(out[0] if out.dim() == 3 else out),
             "SPLIT": config.SPLIT, "FLATTEN": config.FLATTEN, "AHEAD": config.AHEAD, "PROMOTE": config.PROMOTE,
-            "A_TURNED": a_turned, "B_TURNED": b_turned,
+            "A_TURNED": a_turned, "B_TURNED": b_turned, "BATCHED": batch > 1,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
         target=target,
@@ -251,7 +247,11 @@ def configs(product: ScaledProduct) -> tuple[TmaConfig, ...]:
     """The default configuration of a product, then the other candidates."""
     a_block, b_block, target = product.a.block, product.b.block, product.target
     default = choose_config(product.m, product.n, a_block, b_block, target)
-    return tuple(dict.fromkeys((default, *candidates(target, _is_vector(b_block[1], b_block[0])))))
+    vectors = _is_vector(b_block[1], b_block[0])
+    found = dict.fromkeys((default, *candidates(target, vectors)))
+    if product.batch > 1 and vectors and target.arch in _EITHER_AXIS:
+        del found[_DEEP]  # spills 2 registers
+    return tuple(found)
 
 
 def _is_vector(lines: int, along_k: int) -> bool:
@@ -278,7 +278,7 @@ def candidates(target: Target, vectors: bool) -> tuple[TmaConfig, ...]:
             TmaConfig(num_stages=3),
             TmaConfig(num_stages=5, SPLIT=True),
             TmaConfig(BN=64, OCCUPANCY=2, num_stages=3),
-            TmaConfig(BN=64, num_stages=5),
+            _DEEP,
         )
     return (
         DEFAULT,

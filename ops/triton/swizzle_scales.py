@@ -19,12 +19,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8fn.ops.cuda.gemm.operands import as_batch
 from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.triton.boxes import boxes, load_box
 from fp8fn.ops.triton.group_tiles import places, places_of, tile_rows
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
-from fp8fn.ops.triton.views import ceil_div, is_wide
+from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 
 # Lines and elements along K of a block of scales.
 LINES: Final = 128
@@ -44,19 +44,20 @@ def swizzle_scales(
 ):  # fmt: skip
     """`DEEP` blocks along K of 128 lines of a, or past those of b.
 
-    With `offsets`, lines of a are the rows of one tile of one group, as of `grouped_rows_mm`, and b has `E` matrices.
+    With `offsets`, lines of a are the rows of one tile of one group, as of `grouped_rows_mm`. `MASKED`: a has `E`
+    matrices, of `M` rows each, or as many as `offsets` says. b has one matrix or several.
     """
     block = tl.program_id(0)
-    blocks_m = tl.cdiv(M, 128)
-    if offsets is not None:
-        blocks_m = places(M, E, 128, MASKED)
+    blocks_m = places(M, E, 128, MASKED)
     if block < blocks_m:
-        start = block * 128
-        end = M
-        if offsets is not None:
+        if offsets is None:
+            group = block // tl.cdiv(M, 128)
+            start = block % tl.cdiv(M, 128) * 128
+            end = M
+        else:
             group, start, end = tile_rows(offsets, block, M, E, 128, GROUPS, MASKED)
-            if MASKED:
-                a_scale += group.to(tl.int64) * as_e
+        if MASKED:
+            a_scale += group.to(tl.int64) * as_e
         _swizzle(a_scale, a_swizzled, block, start, end, K, as_m, as_k, blocks_k, DEEP, WIDE)
     else:
         block -= blocks_m
@@ -85,28 +86,31 @@ def _swizzle(scale, swizzled, block, start, end, K, step, step_k, blocks_k, DEEP
 
 
 @triton.jit
-def tma_scales(scales, block, start, k, LINES: tl.constexpr, BK: tl.constexpr, SWIZZLED: tl.constexpr):
-    """The stored scales `(LINES, BK // 32)` of K tile `k`: those of row `block` of blocks, or of lines from `start`."""
+def tma_scales(scales, block, matrix, start, k, LINES: tl.constexpr, BK: tl.constexpr, SWIZZLED: tl.constexpr):
+    """The stored scales `(LINES, BK // 32)` of K tile `k`: those of row `block` of blocks, or of lines from `start`.
+
+    `block` counts through all matrices of a batch, and `start` in matrix `matrix`.
+    """
     if SWIZZLED:
         blocks = scales.load([block, k * (BK // 128), 0, 0])
         lines = tl.trans(tl.reshape(blocks, (LINES // 128, BK // 128, 32, 4, 4)), 0, 3, 2, 1, 4)
         tile = tl.reshape(lines, (LINES, BK // 32))
     else:
-        tile = scales.load([k * (BK // 32), start]).T
+        tile = load_box(scales, matrix, k * (BK // 32), start).T
     return tile
 
 
 def plan_swizzle(product: ScaledProduct, into: Mapping[str, Tensor] | None = None) -> TritonLaunch:
     """The launch that swizzles the scales of a product, by default into memory of its own.
 
-    The product is one of two matrices, or of groups of rows in tiles of 128.
+    The product is one of two matrices or batches, or of groups of rows in tiles of 128.
     """
-    m, n, k, masked = product.m, product.n, product.k, product.counts is not None
+    m, n, k, masked = product.m, product.n, product.k, product.offsets is None
     offsets = product.counts if masked else product.offsets
-    groups = 1 if offsets is None else offsets.shape[0]
-    a_scale, b_scale = storage(product.a.scale), storage(product.b.scale)
-    blocks_m = ceil_div(m, LINES) * groups if masked or offsets is None else m // LINES + groups + 1
-    blocks_n, blocks_k = ceil_div(n, LINES) * groups, ceil_div(k, DEPTH)
+    a_scale, b_scale = batched(storage(product.a.scale)), batched(storage(product.b.scale))
+    groups = a_scale.shape[0] if masked else b_scale.shape[0]
+    blocks_m = ceil_div(m, LINES) * groups if masked else m // LINES + groups + 1
+    blocks_n, blocks_k = ceil_div(n, LINES) * b_scale.shape[0], ceil_div(k, DEPTH)
     swizzled = into or {
         name: torch.empty((blocks, blocks_k, 2, _BYTES // 2), dtype=torch.uint8, device=product.out.device)
         for name, blocks in zip(SCRATCH.values(), (blocks_m, blocks_n), strict=True)
@@ -117,9 +121,8 @@ def plan_swizzle(product: ScaledProduct, into: Mapping[str, Tensor] | None = Non
         args={
             "a_scale": a_scale, "b_scale": b_scale, **swizzled, "offsets": offsets,
             "M": m, "N": n, "K": k, "E": groups,
-            "as_e": a_scale.stride(0) if masked else 0, "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
-            "bs_e": b_scale.stride(0) if offsets is not None else 0,
-            "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2), "blocks_k": blocks_k,
+            "as_e": a_scale.stride(0), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
+            "bs_e": b_scale.stride(0), "bs_n": b_scale.stride(2), "bs_k": b_scale.stride(1), "blocks_k": blocks_k,
         },
         constexprs={
             "DEEP": _DEEP, "GROUPS": places_of(groups), "MASKED": masked,
@@ -129,7 +132,7 @@ def plan_swizzle(product: ScaledProduct, into: Mapping[str, Tensor] | None = Non
         target=product.target,
         prepares=True,
         scratch=tuple(swizzled),
-        binds={"offsets": "counts"} if masked else {},
+        binds={"offsets": "counts"} if product.counts is not None else {},
     )  # fmt: skip
 
 
@@ -142,9 +145,6 @@ def swizzled_boxes(swizzle: TritonLaunch, lines: tuple[int, int], depth: int) ->
 
 
 def stored_boxes(product: ScaledProduct, lines: tuple[int, int], depth: int) -> dict[str, TensorDescriptor]:
-    """Boxes of the scales of two matrices as the quantizers store them, contiguous along the lines."""
+    """Boxes of the scales of both operands as the quantizers store them, contiguous along the lines."""
     scales = storage(product.a.scale).mT, storage(product.b.scale)
-    return {
-        name: TensorDescriptor.from_tensor(as_batch(scale)[0], [depth // 32, count])
-        for name, scale, count in zip(SCRATCH, scales, lines, strict=True)
-    }
+    return {name: boxes(scale, depth // 32, count) for name, scale, count in zip(SCRATCH, scales, lines, strict=True)}

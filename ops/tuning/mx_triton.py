@@ -89,8 +89,6 @@ def accepts_tma(problem: Problem) -> str | None:
         return f"{problem.target.name} is none of {', '.join(f'sm{arch}' for arch in _BY_TMA)}"
     if (reason := foreign(problem)) is not None:
         return reason
-    if problem.batch > 1:
-        return "an operand is a batch"
     if problem.m <= _FEW_BY_TMA:
         return f"M={problem.m} is {_FEW_BY_TMA} or below"
     if problem.k == 0:
@@ -132,7 +130,7 @@ def untuned_tma(problem: Problem) -> str | None:
     if not copies_scales(problem.target):
         return None
     config = configure_tma(problem)
-    tiles = -(-problem.m // config.BM) * -(-problem.n // config.BN)
+    tiles = problem.batch * -(-problem.m // config.BM) * -(-problem.n // config.BN)
     return few_steps(-(-problem.k // config.BK), tiles, problem.target)
 
 

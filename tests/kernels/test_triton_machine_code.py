@@ -22,7 +22,7 @@ from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, 
 from fp8fn.ops.triton.launch import TritonLaunch, resources
 from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 from fp8fn.ops.triton.scaled_mm_tma import accepts as tma_accepts
-from fp8fn.ops.triton.scaled_mm_tma import candidates, plan_scaled_mm_tma
+from fp8fn.ops.triton.scaled_mm_tma import candidates, configs, plan_scaled_mm_tma
 from fp8fn.ops.tuning.amd import CANDIDATES, config_of
 from fp8fn.ops.tuning.amd_model import PROCESSORS, waves_per_simd
 from support.compilers import SHARED, assert_no_spills, instructions, skip_frames_of_calls
@@ -143,6 +143,31 @@ def test_no_default_by_tma_spills(target: Target, kind: str, out: torch.dtype) -
             assert kind in ("dgrad", "TN")
 
 
+def batch_of(product: ScaledProduct) -> ScaledProduct:
+    """Three such products."""
+
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        step = max(size * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        return torch.empty_strided((3, *x.shape), (step, *x.stride()), dtype=x.dtype, device="meta")
+
+    a, b = (q._replace(data=repeated(q.data), scale=repeated(q.scale)) for q in (product.a, product.b))
+    return replace(product, a=a, b=b, out=repeated(product.out))
+
+
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad", "TN", "rowwise"])
+@pytest.mark.parametrize("target", [SM100, SM120], ids=lambda target: target.name)
+def test_no_batch_by_tma_spills(target: Target, kind: str) -> None:
+    """Every candidate at full tiles, and the default at partial ones, whose masks take registers."""
+    skip_frames_of_calls(target)
+    for shape, out in (((4096, 4096, 4096), torch.bfloat16), ((4095, 4093, 4001), torch.float32)):
+        made = batch_of(lines(product_of(target, kind, *shape, out)))
+        if tma_accepts(made) is not None:
+            assert (target, kind in ("dgrad", "TN")) == (SM120, True)
+            return
+        for config in configs(made) if shape[0] == 4096 else (None,):
+            assert_no_spills(plan_scaled_mm_tma(made, config)[0].resources(), target)
+
+
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("a_block", [(128, 128), (-1, -1), (1, -1)], ids=str)
 def test_no_vector_of_scales_of_b_alone_spills_on_sm100(a_block: Block, out: torch.dtype) -> None:
@@ -177,24 +202,26 @@ BLACKWELL = {
 }
 
 
+@pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad", "TN", "rowwise"])
 @pytest.mark.parametrize("target", [SM100, SM120], ids=lambda target: target.name)
-def test_blackwell_loads_by_tma(target: Target, kind: str, tmp_path: Path) -> None:
+def test_blackwell_loads_by_tma(target: Target, kind: str, batch: bool, tmp_path: Path) -> None:
     """What is chosen: on sm100 whichever axis is contiguous; on sm120 K, as other tiles would be read by bytes."""
-    (launch,) = SCALED_MM.plan(product_of(target, kind))
+    made, axes = product_of(target, kind), 3 if batch else 2
+    (launch,) = SCALED_MM.plan(batch_of(made) if batch else made)
     assert isinstance(launch, TritonLaunch)
     by_tma = target is SM100 or kind not in ("dgrad", "TN")
     assert launch.name == ("scaled_mm_tma" if by_tma else "scaled_mm")
     compiled = launch.compile()
     ptx, (pattern, name) = compiled.asm["ptx"], BLACKWELL[target.name]
     assert re.search(pattern, ptx)
-    assert bool(re.search(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", ptx)) == by_tma
+    assert bool(re.search(rf"cp\.async\.bulk\.tensor\.{axes}d\.shared::\w+\.global", ptx)) == by_tma
     sass = [text for _, text in instructions(compiled.asm["cubin"], tmp_path)]
     assert {text.split()[0] for text in sass if "MMA" in text.split()[0]} == {name}
-    assert any("UTMALDG.2D" in text for text in sass) == by_tma
-    if by_tma:  # scales alone are loaded by threads, and no matrix
-        assert not re.search(r"cp\.async\.c[ag]\.shared\.global \[.*\], \[.*\], 0x10", ptx)
-        assert "UTMASTG.2D" in "".join(sass)
+    assert any(f"UTMALDG.{axes}D" in text for text in sass) == by_tma
+    if by_tma:  # scales alone are loaded by threads, by 16 bytes too in a batch by Triton 3.6, and no matrix
+        assert not re.search(r"cp\.async\.c[ag]\.shared\.global \[.*\], \[.*\], 0x10", ptx) or (batch and not NEW)
+        assert f"UTMASTG.{axes}D" in "".join(sass)
 
 
 @pytest.mark.parametrize("target", [GFX942, GFX950], ids=lambda target: target.name)

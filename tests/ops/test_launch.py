@@ -208,7 +208,7 @@ def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
         assert dispatched(meta_product(4096, 4096, 4096, target=SM89)).name == "scaled_mm"
         assert dispatched(meta_product(16, 4096, 4096)).name == "scaled_mm"
         unaligned = dispatched(meta_product(256, 256, 256, padded=257))
-    assert unaligned.reason.endswith("not triton_tma: a has a row stride of 257 bytes, no multiple of 16")
+    assert unaligned.reason.endswith("not triton_tma: a has a stride of 257 bytes, no multiple of 16")
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 4
     assert "scaled_mm_tma[BM=128,BN=128,BK=128]" in messages[0]

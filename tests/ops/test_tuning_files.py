@@ -239,7 +239,7 @@ def test_what_cuda_does_not_take_goes_to_triton_with_the_reason(monkeypatch: pyt
     odd = made._replace(a=torch.empty_strided((256, 256), (257, 1), dtype=torch.float8_e4m3fn, device="meta"))
     assert dispatched(odd.product(SM90)).reason == (
         "triton by default; not cuda: a has a stride of 257 bytes, no multiple of 16; "
-        "not triton_tma: a has a row stride of 257 bytes, no multiple of 16"
+        "not triton_tma: a has a stride of 257 bytes, no multiple of 16"
     )
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no libnvrtc.so.13 is here")
     without = dispatched(made.product(SM90))

@@ -56,13 +56,13 @@ STATISTICS: Final = tuple((block, "e8m0" if 32 in block else "fp32") for block i
 
 
 def _product(
-    place: Place, kind: str, target: Target, k: int = K, *, turned: bool = False
+    place: Place, kind: str, target: Target, k: int = K, *, turned: bool = False, batch: tuple[int, ...] = ()
 ) -> tuple[Operands, ScaledProduct]:
-    """A product whose operands are contiguous along K, or with `turned` along M and N."""
+    """A product of operands contiguous along K, or with `turned` along M and N; `batch` is of a and of the output."""
     (a_block, b_block, scale), operands = PAIRS[kind], Operands(place)
-    a = operands.quantized("a", (M, k), a_block, column_major=turned, scale=scale)
+    a = operands.quantized("a", (*batch, M, k), a_block, column_major=turned, scale=scale)
     b = operands.quantized("b", (k, N), b_block, column_major=not turned, scale=scale)
-    bias, out = operands.input("bias", (N,), BF16), operands.output("out", (M, N), FP32)
+    bias, out = operands.input("bias", (N,), BF16), operands.output("out", (*batch, M, N), FP32)
     operands.expected = lambda: {"out": kernel_info.product(dequantized(a), dequantized(b), bias)}
     return operands, ScaledProduct(a=a, b=b, bias=bias, out=out, target=target)
 
@@ -78,14 +78,22 @@ def _scaled_mm_tma(place: Place, target: Target) -> Forms:
         operands, given = _product(place, kind, target)
         config = scaled_mm_tma.TmaConfig(BM=64, BN=64, GROUP=2)
         yield Form(kind, scaled_mm_tma.plan_scaled_mm_tma(given, config), operands)
-    operands, given = _product(place, "wgrad", target, turned=True)
-    yield Form("TN", scaled_mm_tma.plan_scaled_mm_tma(given, config), operands)
+    for name, of in (("TN", {"turned": True}), ("batch", {"batch": (3,)})):
+        operands, given = _product(place, "wgrad", target, **of)  # type: ignore[arg-type]
+        yield Form(name, scaled_mm_tma.plan_scaled_mm_tma(given, config), operands)
 
 
 def _mx(plan: Callable[..., Any], config: mx.MxConfig, place: Place, target: Target) -> Forms:
     for k in (K, 256):
         operands, given = _product(place, "MX", target, k)
         yield Form(f"K{k}", plan(given, config), operands)
+
+
+def _mx_tma(place: Place, target: Target) -> Forms:
+    config = mx.MxConfig(128, 128, 128, 8, 3, GROUP=2)
+    yield from _mx(plan_mx_mm_tma, config, place, target)
+    operands, given = _product(place, "MX", target, batch=(3,))
+    yield Form("batch", plan_mx_mm_tma(given, config), operands)
 
 
 def _mx_mm(place: Place, target: Target) -> Forms:
@@ -426,7 +434,7 @@ _TOKENS: Final = ("rows", *(f"counts {kind}" for kind in GROUPED[:2]), *(f"token
 
 TRITON: Final = (
     KernelInfo("scaled_mm.py", _scaled_mm, 1e-5, 2.0**-10, emulated=tuple(PAIRS), nan=_NAN, far=_FAR),
-    KernelInfo("scaled_mm_tma.py", _scaled_mm_tma, 1e-5, 2.0**-10, emulated=_SCALED, nan=_NAN),
+    KernelInfo("scaled_mm_tma.py", _scaled_mm_tma, 1e-5, 2.0**-10, emulated=(*_SCALED, "batch"), nan=_NAN),
     KernelInfo("scaled_grouped_mm.py", _scaled_grouped_mm, 1e-5, 2.0**-10, emulated=_TOKENS, nan=_NAN),
     KernelInfo(
         "grouped_tma.py", _grouped_tma, 1e-5, 2.0**-10,
@@ -447,8 +455,7 @@ TRITON: Final = (
         emulated=("K300", "K256"), nan=_NAN, far=_FAR, targets=("gfx950", "sm100"),
     ),
     KernelInfo(
-        "mx_mm_tma.py", partial(_mx, plan_mx_mm_tma, mx.MxConfig(128, 128, 128, 8, 3, GROUP=2)), 1e-5, 2.0**-12,
-        emulated=("K300", "K256"), nan=_NAN, targets=("sm100",),
+        "mx_mm_tma.py", _mx_tma, 1e-5, 2.0**-12, emulated=("K300", "K256", "batch"), nan=_NAN, targets=("sm100",),
     ),
     KernelInfo(
         "swizzle_scales.py", _swizzle_scales, emulated=("K300", "K1200"),

@@ -88,6 +88,31 @@ def test_on_sm100_scales_may_lie_in_any_way() -> None:
     assert torch.equal(interpreted(*other, SM100), interpreted(a, b, SM100))
 
 
+@pytest.mark.parametrize("batch", [((3,), (3,)), ((3,), ()), ((), (3,))], ids=str)
+@each_target
+def test_batches(target: Target, batch: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Each matrix has the bits of its own product; one is NaN in all that it has, and the others' boxes end before."""
+    a, b = operands(130, 140, 300, batch=batch)
+    bias = torch.randn(140)
+    for q in (a, b):
+        if q.ndim == 3:
+            q.data.view(torch.uint8)[1] = 0x7F
+            q.scale.view(torch.uint8)[1] = 255
+    for config in candidates_tma(target):
+        out = torch.full((3, 130, 140), 7.0)
+        product = scaled_product(a, b, out, target, bias=bias)
+        for launch in plan_mx_mm_tma(product, config):
+            launch.interpret()
+        assert out[1].isnan().all()
+        for matrix in (0, 2):
+            left, right = (q if q.ndim == 2 else matrix_of(q, matrix) for q in (a, b))
+            assert torch.equal(out[matrix], interpreted(left, right, target, bias, config))
+
+
+def matrix_of(q: ScaledTensor, matrix: int) -> ScaledTensor:
+    return ScaledTensor(q.data[matrix], q.scale[matrix], q.block)
+
+
 @each_target
 def test_a_batch_of_one_is_a_matrix(target: Target) -> None:
     a, b = operands(70, 40, 300)
@@ -115,9 +140,10 @@ def test_what_it_takes() -> None:
     short = choose(on(SM100, m=512, k=1024), {})
     assert short.name == "triton_scaled"
     assert "8 K tiles a multiprocessor are too few for a launch that swizzles the scales" in short.describe()
-    assert choose(on(SM120, m=512, k=1024), {}).name == "triton_tma"
+    for target, sizes in ((SM120, {}), (SM120, {"batch": 2}), (SM100, {"batch": 4})):  # more tiles, more K tiles
+        assert choose(on(target, m=512, k=1024, **sizes), {}).name == "triton_tma"
     for change, reason in (
-        ({"m": 64}, "M=64 is 64 or below"), ({"batch": 2}, "an operand is a batch"), ({"k": 0}, "K is 0"),
+        ({"m": 64}, "M=64 is 64 or below"), ({"k": 0}, "K is 0"),
         ({"in_boxes": False}, "an operand does not lie as bulk copies take it"),
         ({"b_dtype": torch.float8_e4m3fnuz}, "torch.float8_e4m3fnuz has no kernel on sm100"),
     ):  # fmt: skip
@@ -152,26 +178,26 @@ def test_the_log_names_the_product_and_not_the_launch_before_it(caplog: pytest.L
 
 def planned(
     target: Target, m: int, n: int, k: int, *, config: MxConfig | None = None, out: torch.dtype = BF16,
-    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3), bias: bool = False,
+    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3), bias: bool = False, batch: tuple[int, ...] = (),
 ) -> tuple[TritonLaunch, ...]:  # fmt: skip
     """The launches for operands as the quantizers lay them out."""
-    x, w = torch.empty(m, k, device="meta"), torch.empty(k, n, device="meta")
+    x, w = torch.empty(*batch, m, k, device="meta"), torch.empty(*batch, k, n, device="meta")
     a, b = empty_data(x, (1, 32), dtypes[0]), empty_data(w, (32, 1), dtypes[1])
     scales = empty_scale(a, (1, 32), "e8m0"), empty_scale(b, (32, 1), "e8m0")
     problem = problem_of(a, b, target, *scales)
     assert accepts_tma(problem) is None
     rest: dict[str, Any] = {"bias": x.new_empty(n, dtype=FP32)} if bias else {}
-    product: ScaledProduct = mx_product((a, b), scales, x.new_empty(m, n, dtype=out), target, **rest)
+    product: ScaledProduct = mx_product((a, b), scales, x.new_empty(*batch, m, n, dtype=out), target, **rest)
     return plan_mx_mm_tma(product, config or configure_tma(problem))
 
 
 @pytest.mark.parametrize("target", [SM100, SM103, SM120], ids=lambda target: target.name)
 def test_no_candidate_spills(target: Target) -> None:
-    """At full tiles, and at partial ones, whose masks take registers."""
+    """At full tiles, and at partial ones, whose masks take registers; the latter of a batch too."""
     skip_frames_of_calls(target)
-    for m, n, k in ((4096, 4096, 4096), (4095, 4093, 4001)):
+    for (m, n, k), batch in (((4096, 4096, 4096), ()), ((4095, 4093, 4001), ()), ((4095, 4093, 4001), (3,))):
         for config in candidates_tma(target):
-            for launch in planned(target, m, n, k, config=config):
+            for launch in planned(target, m, n, k, config=config, batch=batch):
                 assert_no_spills(launch.resources(), target)
 
 
@@ -184,39 +210,43 @@ def test_no_default_spills(target: Target, out: torch.dtype) -> None:
             assert_no_spills(launch.resources(), target)
 
 
-def test_sm100_copies_scales_to_tensor_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_sm100_copies_scales_to_tensor_memory(batch: tuple[int, ...], tmp_path: Path) -> None:
     """In the loop no thread loads or stores: the only `tcgen05.st` makes the sums zero."""
-    swizzle, multiply = planned(SM100, 4096, 4096, 4096)
+    swizzle, multiply = planned(SM100, 4096, 4096, 4096, batch=batch)
+    axes = 2 + len(batch)
     compiled = multiply.compile()
     ptx = compiled.asm["ptx"]
     assert re.search(r"tcgen05\.mma\.cta_group::1\.kind::mxf8f6f4\.block_scale", ptx)
     assert "tcgen05.cp.cta_group::1.warpx4.32x128b" in ptx
     assert ptx.count("tcgen05.st.") == 1
-    assert {int(rank) for rank in re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", ptx)} == {2, 4}
+    assert {int(rank) for rank in re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", ptx)} == {axes, 4}
     assert not re.search(r"ld\.global|cp\.async\.c[ag]", ptx)
     sass = [text for _, text in instructions(compiled.asm["cubin"], tmp_path)]
     assert {text.split()[0] for text in sass if "MMA" in text.split()[0]} == {"UTCQMMA"}
-    for name in ("UTCCP.T.S.4x32dp128bit", "UTMALDG.2D", "UTMALDG.4D"):
+    for name in ("UTCCP.T.S.4x32dp128bit", f"UTMALDG.{axes}D", "UTMALDG.4D"):
         assert any(name in text for text in sass), name
     # A product waits for the one before it: the operands of two are in use.
     assert re.search(r"wait_barrier .* deps ", compiled.asm["ttgir"])
     assert re.search(r"ld\.global(\.\w+)*\.v\d", swizzle.compile().asm["ptx"])
 
 
-def test_sm120_loads_scales_by_tma(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_sm120_loads_scales_by_tma(batch: tuple[int, ...], tmp_path: Path) -> None:
     """As the quantizers store them: no launch comes before, and no thread loads from global memory."""
-    (multiply,) = planned(SM120, 4096, 4096, 4096)
+    (multiply,) = planned(SM120, 4096, 4096, 4096, batch=batch)
+    axes = 2 + len(batch)
     compiled = multiply.compile()
     ptx = compiled.asm["ptx"]
     scaled = "row.col.kind::mxf8f6f4.block_scale.scale_vec::1X"
     assert set(re.findall(r"mma\.sync\.[\w.:]+", ptx)) == {
         f"mma.sync.aligned.m16n8k32.{scaled}.f32.e4m3.e4m3.f32.ue8m0"
     }
-    assert re.search(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", ptx)
+    assert {int(rank) for rank in re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", ptx)} == {axes}
     assert not re.search(r"ld\.global|cp\.async\.c[ag]", ptx)
     sass = [text for _, text in instructions(compiled.asm["cubin"], tmp_path)]
     assert {text.split()[0] for text in sass if "MMA" in text} == {"QMMA.SF.16832.F32.E4M3.E4M3.E8"}
-    assert any("UTMALDG.2D" in text for text in sass)
+    assert any(f"UTMALDG.{axes}D" in text for text in sass)
 
 
 def test_it_comes_before_the_kernel_by_pointers() -> None:

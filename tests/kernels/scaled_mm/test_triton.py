@@ -134,6 +134,36 @@ def test_batches(a_block: Block, b_block: Block, batch: tuple[int | None, int | 
     assert relative_error(operands.product(), operands.expected()) < 1e-6
 
 
+BATCHES = [(3, 3), (3, None), (None, 3), (1, 1), (None, 1)]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize(("a_block", "b_block"), [((1, 128), (128, 128)), ((1, 128), (128, 1)), ((1, -1), (-1, 1))])
+def test_batches_by_tma(a_block: Block, b_block: Block, batch: tuple[int | None, int | None]) -> None:
+    """The same bits as by pointers, from tiles of the same size; outputs are stored by TMA at 72 columns only."""
+    for n, contiguous in ((70, ("K", "K")), (72, ("M", "N"))):
+        axes = dict(zip(("a_contiguous", "b_contiguous"), contiguous, strict=True))
+        operands = Operands(70, n, 300, a_block, b_block, batch=batch, bias=torch.float32, **axes)
+        found = operands.product("tma", target=SM100)
+        assert relative_error(found, operands.expected()) < 1e-6
+        assert torch.equal(found, operands.product(target=SM100, config=GemmConfig(64, 64, 4, 2, GROUP=2)))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_nan_stays_in_its_matrix_of_a_batch(out_dtype: torch.dtype) -> None:
+    """Boxes end at the edges of their matrix, in loads and in stores: the next one is NaN in all that it has."""
+    for config in (SMALL_TMA, TmaConfig(BM=64, num_stages=2, SPLIT=True, FLATTEN=True, AHEAD=True)):
+        operands = Operands(70, 72, 300, (1, 128), (128, 128), batch=(3, 3))
+        clean = operands.product("tma", out_dtype, SM100, config)
+        for x in (operands.a, operands.b):
+            x[1].copy_(torch.full((), torch.nan).to(x.dtype))
+        for scale in (operands.a_scale, operands.b_scale):
+            scale[1] = torch.nan
+        found = operands.product("tma", out_dtype, SM100, config)
+        assert found[1].isnan().all()
+        assert torch.equal(found[::2], clean[::2])
+
+
 @pytest.mark.parametrize("kernel", ["pointer", "tma"])
 @pytest.mark.parametrize(("a_block", "b_block"), [((1, 128), (128, 1)), ((1, -1), (-1, 1))], ids=str)
 def test_a_nan_stays_in_its_row_and_column(a_block: Block, b_block: Block, kernel: str) -> None:
@@ -207,8 +237,9 @@ def test_wide_offsets_address_the_same_elements(kernel: str) -> None:
     operands = Operands(70, 131, 300, (1, 128), (128, 1))
     out = operands.product(kernel, torch.bfloat16, wide=True)
     torch.testing.assert_close(out, operands.expected().bfloat16(), rtol=2**-7, atol=1e-3)
-    batched = Operands(20, 70, 300, (1, 128), (128, 128), batch=(2, None))
-    assert relative_error(batched.product(wide=True), batched.expected()) < 1e-6
+    batched = Operands(70, 71, 300, (1, 128), (128, 128), batch=(2, None))
+    found = batched.product(kernel, target=SM100, wide=True)
+    assert relative_error(found, batched.expected()) < 1e-6
 
 
 def test_what_tma_cannot_take_is_named() -> None:
@@ -224,14 +255,21 @@ def test_what_tma_cannot_take_is_named() -> None:
     assert reason(target=SM89) == "sm89 is none of sm90, sm100, sm103, sm120"
     row_major = torch.empty_like(out, dtype=E4M3)
     for target in (SM90, SM120):
-        assert reason(target, b=row_major) == "b.mT has stride 256 along its last axis, not 1"
+        assert reason(target, b=row_major) == "b.mT has stride 256 along its contiguous axis, not 1"
     assert reason(SM100, b=row_major) is None
     assert reason(SM100, b=row_major, a=row_major.mT) is None
-    assert reason(SM100, b=row_major[:, ::2]) == "b.mT has stride 256 along its last axis, not 1"
+    assert reason(SM100, b=row_major[:, ::2]) == "b.mT has stride 256 along its contiguous axis, not 1"
     assert reason(a=a[:, 1:], b=b[1:]) == "a starts at an address that is no multiple of 16"
-    assert reason(a=a[:, :250].contiguous(), b=b[:250]) == "a has a row stride of 250 bytes, no multiple of 16"
+    assert reason(a=a[:, :250].contiguous(), b=b[:250]) == "a has a stride of 250 bytes, no multiple of 16"
     assert reason(a=a[:64], out=out[:64]) == "M is 64, below 65"
     assert reason(a=a[:, :0], b=b[:0]) == "K is 0"
     assert reason(a_block=(1, 32)) == "blocks (1, 32) and (128, 128): a scale must hold for 128 or all elements along K"
-    assert reason(a=a.expand(2, 256, 256)) == "an operand is a batch"
-    assert reason(a=a[:1].expand(256, 256)) == "a has rows of 256 elements at a stride of 0"
+    batch = {"a": a.repeat(2, 1, 1), "out": out.repeat(2, 1, 1)}
+    assert reason(**batch) == "a batch on sm90 would spill 8 registers in partial tiles"
+    for target in (SM100, SM120):
+        assert reason(target, **batch) is None
+        assert reason(target, a=a.expand(2, 256, 256), out=batch["out"]) == (
+            "a has a stride of 0 bytes, no multiple of 16"
+        )
+    assert reason(a=a[:1].expand(256, 256)) == "a has a stride of 0 bytes, no multiple of 16"
+    assert reason(a=a.as_strided(a.shape, (16, 1))) == "a has lines of 256 elements at a stride of 16"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.layout import Block
 from fp8fn.ops.reference.quantize import dequantize, quantize
 from fp8fn.ops.targets import SM90, Target
@@ -56,7 +57,7 @@ class Operands:
         product = operands.product(target)
         if kernel == "tma":
             for operand in (self.a, self.b):
-                faults = [scaled_mm_tma._tma_fault(x) for x in (operand, operand.mT)]
+                faults = [map_fault(x) for x in (operand, operand.mT)]
                 assert None in faults
             (launch,) = scaled_mm_tma.plan_scaled_mm_tma(product, config or SMALL_TMA)
         else:
