@@ -1,9 +1,9 @@
 """Products of groups by TMA on Blackwell: of rows, contiguous or the first of each expert's matrix, and along K.
 
 A box of rows may begin at any of them, and has those of the next group too: rows are independent, and only a group's
-own are stored. Along K, where groups begin at multiples of less than a box, a group's last box has tokens of the next
-group, and passes through registers, which keep its own. The places of tiles, the scales and the stores are those of
-ops/triton/scaled_grouped_mm.py.
+own are stored. Along K, where groups begin at multiples of less than a box, as always in MX, a group's last box has
+tokens of the next group, and passes through registers, which keep its own. The places of tiles, the scales but those of
+MX, and the stores are those of ops/triton/scaled_grouped_mm.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP
-from fp8fn.ops.triton.boxes import boxes
+from fp8fn.ops.triton.boxes import boxes, load_box
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.group_tiles import (
     borders,
@@ -38,10 +38,10 @@ from fp8fn.ops.triton.group_tiles import (
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_grouped_mm import formats_of
-from fp8fn.ops.triton.swizzle_scales import LINES, SCRATCH, plan_swizzle, swizzled_boxes, tma_scales
+from fp8fn.ops.triton.swizzle_scales import LINES, SCRATCH, plan_swizzle, stored_boxes, swizzled_boxes, tma_scales
 from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
 from fp8fn.ops.triton.views import ceil_div, is_wide
-from fp8fn.ops.tuning.mx_triton import few_steps
+from fp8fn.ops.tuning.mx_triton import copies_scales, few_steps
 
 # Depth of a tile, as of ops/triton/scaled_mm_tma.py.
 _BK: Final = 128
@@ -121,12 +121,14 @@ def grouped_rows_tma(
 def grouped_k_tma(
     a, b, out, a_scale, b_scale, bias, offsets, M, N, T, E, out_e, out_m, as_m, as_k, bs_k, bs_n, bias_e,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
-    A_M: tl.constexpr, B_N: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
+    A_M: tl.constexpr, B_N: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SWIZZLED: tl.constexpr,
+    A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """One tile, as of `grouped_k_mm` with spread tokens.
 
-    `a (M, K)`, with `A_TURNED` `(K, M)`, and `b (N, K)`, with `B_TURNED` `(K, N)`, are boxes.
+    `a (M, K)`, with `A_TURNED` `(K, M)`, and `b (N, K)`, with `B_TURNED` `(K, N)`, are boxes. With formats the scales
+    are boxes too: as they are stored, a row for each `UNIT` tokens, or swizzled, each group from a block of its own.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -139,8 +141,10 @@ def grouped_k_tma(
     offset_m = start_m + tl.arange(0, BM)
     offset_n = start_n + tl.arange(0, BN)
     origin = (start // UNIT + group) * UNIT
-    a_scale += (start // BK + group).to(tl.int64) * as_k
-    b_scale += (start // BK + group).to(tl.int64) * bs_k
+    place = start // BK + group
+    if A_FORMAT is None:
+        a_scale += place.to(tl.int64) * as_k
+        b_scale += place.to(tl.int64) * bs_k
     A_VECTOR: tl.constexpr = A_M % BM != 0
     B_VECTOR: tl.constexpr = B_N % BN != 0
 
@@ -151,19 +155,34 @@ def grouped_k_tma(
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(whole):
         a_tile, b_tile = _along_k(a, b, start_m, start_n, origin + k * BK, A_TURNED, B_TURNED)
-        a_value = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
-        b_value = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
-        acc += scaled(tl.dot(a_tile, b_tile), a_value, b_value, A_VECTOR, B_VECTOR)
-        a_scale += as_k
-        b_scale += bs_k
+        if A_FORMAT is not None:
+            a_stored = _scales_along_k(a_scale, start_m, origin, place, k, BM, BK, SWIZZLED)
+            b_stored = _scales_along_k(b_scale, start_n, origin, place, k, BN, BK, SWIZZLED)
+            acc = tl.dot_scaled(a_tile, a_stored, A_FORMAT, b_tile, b_stored, B_FORMAT, acc)
+        else:
+            a_value = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+            b_value = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            acc += scaled(tl.dot(a_tile, b_tile), a_value, b_value, A_VECTOR, B_VECTOR)
+            a_scale += as_k
+            b_scale += bs_k
     if UNIT != BK:  # noqa: SIM102 - known when the kernel is compiled
         if whole * BK < tokens:
             inside = tl.arange(0, BK) < tokens - whole * BK
             a_tile, b_tile = _along_k(a, b, start_m, start_n, origin + whole * BK, A_TURNED, B_TURNED)
-            product = tl.dot(selected(a_tile, inside[None, :]), selected(b_tile, inside[:, None]))
-            a_value = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
-            b_value = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
-            acc += scaled(product, a_value, b_value, A_VECTOR, B_VECTOR)
+            a_tile = selected(a_tile, inside[None, :])
+            b_tile = selected(b_tile, inside[:, None])
+            if A_FORMAT is not None:
+                a_stored = _scales_along_k(a_scale, start_m, origin, place, whole, BM, BK, SWIZZLED)
+                b_stored = _scales_along_k(b_scale, start_n, origin, place, whole, BN, BK, SWIZZLED)
+                if not SWIZZLED:  # among swizzled ones zeros follow a group's last
+                    own = tl.arange(0, BK // 32) * 32 < tokens - whole * BK
+                    a_stored = tl.where(own[None, :], a_stored, 0)
+                    b_stored = tl.where(own[None, :], b_stored, 0)
+                acc = tl.dot_scaled(a_tile, a_stored, A_FORMAT, b_tile, b_stored, B_FORMAT, acc)
+            else:
+                a_value = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+                b_value = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+                acc += scaled(tl.dot(a_tile, b_tile), a_value, b_value, A_VECTOR, B_VECTOR)
 
     if bias is not None:
         row = bias + group.to(tl.int64) * bias_e
@@ -185,6 +204,16 @@ def _along_k(a, b, start_m, start_n, token, A_TURNED: tl.constexpr, B_TURNED: tl
     return a_tile, b_tile
 
 
+@triton.jit
+def _scales_along_k(scales, start, origin, place, k, LINES: tl.constexpr, BK: tl.constexpr, SWIZZLED: tl.constexpr):
+    """The stored scales `(LINES, BK // 32)` of K tile `k` of the group from token `origin`, or block `place`, on."""
+    if SWIZZLED:
+        tile = tma_scales(scales, start // 128, 0, 0, place + k, LINES, BK, True)
+    else:
+        tile = load_box(scales, 0, origin // 32 + k * (BK // 32), start).T
+    return tile
+
+
 def accepts(product: ScaledProduct) -> str | None:
     """None where `plan_grouped_tma` takes these operands, else the reason why not."""
     (a, a_scale, a_block), (b, b_scale, b_block), target = product.a, product.b, product.target
@@ -196,8 +225,8 @@ def accepts(product: ScaledProduct) -> str | None:
         return "M is 0" if product.m == 0 else "K is 0"  # TMA has no map of a tensor without elements
     in_mx = is_mx(a_scale, a_block, b_scale, b_block)
     along_k = b.dim() == 2
-    if along_k and a_block[1] != _BK:
-        return f"blocks {a_block} and {b_block}: groups along K are taken in blocks of {_BK} tokens"
+    if along_k and a_block[1] != _BK and not in_mx:
+        return f"blocks {a_block} and {b_block}: groups along K are taken in blocks of {_BK} tokens, or in MX"
     if not in_mx and not {a_block[1], b_block[0]} <= {_BK, WHOLE}:
         return f"blocks {a_block} and {b_block}: a scale must hold for {_BK} or all elements along K"
     either = target.arch in _EITHER_AXIS and not in_mx
@@ -205,6 +234,10 @@ def accepts(product: ScaledProduct) -> str | None:
         return f"a {fault}"
     if (fault := map_fault(b.mT)) is not None and not (either and map_fault(b) is None):
         return f"b.mT {fault}"
+    if along_k and in_mx and not copies_scales(target):
+        for name, scale in (("a_scale.mT", a_scale.mT), ("b_scale", b_scale)):
+            if (fault := map_fault(scale)) is not None:
+                return f"{name} {fault}"
     if is_wide(*(x[0] if x.dim() == 3 else x for x in (product.out, a_scale, b_scale))):
         return "an element of out or of the scales lies at an offset of more than 32 bits"  # such a form would spill
     return None
@@ -215,16 +248,19 @@ def untuned(product: ScaledProduct) -> str | None:
 
     `accepts` takes groups of few rows, because a table's row for M rows serves every product of more than M / 2 rows.
     """
-    if product.b.data.dim() == 2:
-        return f"M is {product.m}, below {_LEAST_ROWS}" if product.m < _LEAST_ROWS else None
-    if product.mean_rows < _LEAST_ROWS:
-        return f"a group has {product.mean_rows} rows in the mean, below {_LEAST_ROWS}"
-    a, b = product.a, product.b
-    if not is_mx(a.scale, a.block, b.scale, b.block):
+    a, b, groups = product.a, product.b, (product.group_ends if product.counts is None else product.counts).shape[0]
+    rows, depth, along_k = product.mean_rows, product.k, b.data.dim() == 2
+    if along_k:
+        rows, depth = product.m, product.k // groups
+        if rows < _LEAST_ROWS:
+            return f"M is {rows}, below {_LEAST_ROWS}"
+    elif rows < _LEAST_ROWS:
+        return f"a group has {rows} rows in the mean, below {_LEAST_ROWS}"
+    if not is_mx(a.scale, a.block, b.scale, b.block) or (along_k and not copies_scales(product.target)):
         return None
     config = configured(product)
-    tiles = b.data.shape[0] * ceil_div(product.mean_rows, config.BM) * ceil_div(product.n, config.BN)
-    return few_steps(ceil_div(product.k, _BK), tiles, product.target)
+    tiles = groups * ceil_div(rows, config.BM) * ceil_div(product.n, config.BN)
+    return few_steps(ceil_div(depth, _BK), tiles, product.target)
 
 
 def configured(product: ScaledProduct) -> GemmConfig:
@@ -250,7 +286,7 @@ def candidates(product: ScaledProduct) -> tuple[GemmConfig, ...]:
 def plan_grouped_tma(product: ScaledProduct, config: GemmConfig | None = None) -> tuple[TritonLaunch, ...]:
     """The launches of a product that `accepts` takes; see `plan_scaled_grouped_mm` for what else holds."""
     config = config or configured(product)
-    return _plan_rows(product, config) if product.b.data.dim() == 3 else (_plan_k(product, config),)
+    return _plan_rows(product, config) if product.b.data.dim() == 3 else _plan_k(product, config)
 
 
 def _plan_rows(product: ScaledProduct, config: GemmConfig) -> tuple[TritonLaunch, ...]:
@@ -287,31 +323,40 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig) -> tuple[TritonLaunch
     return *before, multiply
 
 
-def _plan_k(product: ScaledProduct, config: GemmConfig) -> TritonLaunch:
+def _plan_k(product: ScaledProduct, config: GemmConfig) -> tuple[TritonLaunch, ...]:
     (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
     bias, offsets = product.bias, product.group_ends
     a_scale, b_scale = storage(a_scale), storage(b_scale)
-    m, n, k, groups = product.m, product.n, product.k, offsets.shape[0]
+    m, n, k, groups, size = product.m, product.n, product.k, offsets.shape[0], a_block[1]
     a_turned, b_turned = map_fault(a) is not None, map_fault(b.mT) is not None
-    return TritonLaunch(
+    formats, lines = formats_of(product), (config.BM, config.BN)
+    before: tuple[TritonLaunch, ...] = ()
+    scales: dict[str, Tensor | TensorDescriptor] = {"a_scale": a_scale, "b_scale": b_scale}
+    if formats["A_FORMAT"] is not None:
+        before = (plan_swizzle(product),) if copies_scales(product.target) else ()
+        scales.update(swizzled_boxes(before[0], lines, _BK) if before else stored_boxes(product, lines, _BK))
+    multiply = TritonLaunch(
         kernel=grouped_k_tma,
         grid=(groups * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={
             "a": boxes(a.mT, _BK, config.BM) if a_turned else boxes(a, config.BM, _BK),
             "b": boxes(b, _BK, config.BN) if b_turned else boxes(b.mT, config.BN, _BK), "out": out,
-            "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "offsets": offsets,
-            "M": m, "N": n, "T": most_tokens(k, groups), "E": groups, "out_e": out.stride(0), "out_m": out.stride(1),
+            **scales, "bias": bias, "offsets": offsets, "M": m, "N": n, "T": most_tokens(k, groups, size),
+            "E": groups, "out_e": out.stride(0), "out_m": out.stride(1),
             "as_m": a_scale.stride(0), "as_k": a_scale.stride(1), "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1),
             "bias_e": 0 if bias is None else bias.stride(0),
         },
         constexprs={
-            "BM": config.BM, "BN": config.BN, "BK": _BK, "UNIT": unit_of(k, groups), "GROUP": config.GROUP,
-            "A_M": a_block[0], "B_N": b_block[1], "A_TURNED": a_turned, "B_TURNED": b_turned,
+            "BM": config.BM, "BN": config.BN, "BK": _BK, "UNIT": unit_of(k, groups, size),
+            "GROUP": config.GROUP, "A_M": a_block[0], "B_N": b_block[1], **formats, "SWIZZLED": bool(before),
+            "A_TURNED": a_turned, "B_TURNED": b_turned,
             "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "HALVES": config.HALVES,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
         target=product.target,
+        binds=SCRATCH if before else {},
     )  # fmt: skip
+    return *before, multiply
 
 
 def _box_of(b: Tensor, columns: int, turned: bool) -> TensorDescriptor:

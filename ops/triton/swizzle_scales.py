@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fp8fn.ops.groups import STEP, most_tokens, spread_blocks
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.triton.boxes import boxes, load_box
-from fp8fn.ops.triton.group_tiles import places, places_of, tile_rows
+from fp8fn.ops.triton.group_tiles import borders, group_at, places, places_of, tile_rows
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
@@ -40,17 +41,27 @@ _DEEP: Final = 8
 @triton.jit
 def swizzle_scales(
     a_scale, b_scale, a_swizzled, b_swizzled, offsets, M, N, K, E, as_e, as_m, as_k, bs_e, bs_n, bs_k, blocks_k,
-    DEEP: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
+    DEEP: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr, ALONG_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`DEEP` blocks along K of 128 lines of a, or past those of b.
+    """`DEEP` blocks along K of 128 lines of a, or past those of b, which has one matrix or several.
 
     With `offsets`, lines of a are the rows of one tile of one group, as of `grouped_rows_mm`. `MASKED`: a has `E`
-    matrices, of `M` rows each, or as many as `offsets` says. b has one matrix or several.
+    matrices, of `M` rows each, or as many as `offsets` says. `ALONG_K`: at the `offsets` groups of `K` tokens together
+    end, as of `grouped_k_mm`, and each has blocks of its own; then `DEEP` is 1.
     """
     block = tl.program_id(0)
-    blocks_m = places(M, E, 128, MASKED)
+    if ALONG_K:
+        blocks_m = tl.cdiv(M, 128)
+    else:
+        blocks_m = places(M, E, 128, MASKED)
+    first = tl.program_id(1) * DEEP
+    if ALONG_K:
+        scale_k, inside_k = _of_group(offsets, first, K, E, GROUPS)
+    else:
+        scale_k = first * 4 + tl.arange(0, 4 * DEEP)
+        inside_k = scale_k * 32 < K
     if block < blocks_m:
-        if offsets is None:
+        if ALONG_K or offsets is None:
             group = block // tl.cdiv(M, 128)
             start = block % tl.cdiv(M, 128) * 128
             end = M
@@ -58,22 +69,35 @@ def swizzle_scales(
             group, start, end = tile_rows(offsets, block, M, E, 128, GROUPS, MASKED)
         if MASKED:
             a_scale += group.to(tl.int64) * as_e
-        _swizzle(a_scale, a_swizzled, block, start, end, K, as_m, as_k, blocks_k, DEEP, WIDE)
+        _swizzle(a_scale, a_swizzled, block, start, end, first, scale_k, inside_k, as_m, as_k, blocks_k, DEEP, WIDE)
     else:
         block -= blocks_m
         blocks_n = tl.cdiv(N, 128)
         b_scale += (block // blocks_n).to(tl.int64) * bs_e
         start = block % blocks_n * 128
-        _swizzle(b_scale, b_swizzled, block, start, N, K, bs_n, bs_k, blocks_k, DEEP, WIDE)
+        _swizzle(b_scale, b_swizzled, block, start, N, first, scale_k, inside_k, bs_n, bs_k, blocks_k, DEEP, WIDE)
 
 
 @triton.jit
-def _swizzle(scale, swizzled, block, start, end, K, step, step_k, blocks_k, DEEP: tl.constexpr, WIDE: tl.constexpr):
+def _of_group(offsets, block, T, E, GROUPS: tl.constexpr):
+    """Where the 4 scales of a block along K are stored, those of group `g` from `start // 32 + g` on, and which exist.
+
+    The blocks of group `g` are those from `start // 128 + g` on.
+    """
+    group, first = group_at(offsets, block, T, E, 128, GROUPS)
+    start, end = borders(offsets, group, T, E)
+    scale = (block - first) * 4 + tl.arange(0, 4)
+    return start // 32 + group + scale, (group < E) & (scale >= 0) & (scale * 32 < end - start)
+
+
+@triton.jit
+def _swizzle(
+    scale, swizzled, block, start, end, first, scale_k, inside_k, step, step_k, blocks_k,
+    DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """The lines from `start` on as the blocks of row `block`; scales of no line or no element are 0."""
-    first = tl.program_id(1) * DEEP
     line = start + tl.arange(0, 128)
-    scale_k = first * 4 + tl.arange(0, 4 * DEEP)
-    inside = (line[:, None] < end) & (scale_k[None, :] * 32 < K)
+    inside = (line[:, None] < end) & inside_k[None, :]
     if WIDE:
         block = block.to(tl.int64)
         line = line.to(tl.int64)
@@ -103,21 +127,26 @@ def tma_scales(scales, block, matrix, start, k, LINES: tl.constexpr, BK: tl.cons
 def plan_swizzle(product: ScaledProduct, into: Mapping[str, Tensor] | None = None) -> TritonLaunch:
     """The launch that swizzles the scales of a product, by default into memory of its own.
 
-    The product is one of two matrices or batches, or of groups of rows in tiles of 128.
+    The product is one of two matrices or batches, of groups of rows in tiles of 128, or of groups along K.
     """
     m, n, k, masked = product.m, product.n, product.k, product.offsets is None
     offsets = product.counts if masked else product.offsets
     a_scale, b_scale = batched(storage(product.a.scale)), batched(storage(product.b.scale))
-    groups = a_scale.shape[0] if masked else b_scale.shape[0]
+    along_k = not masked and product.b.data.dim() == 2
+    groups = a_scale.shape[0] if offsets is None else offsets.shape[0]
     blocks_m = ceil_div(m, LINES) * groups if masked else m // LINES + groups + 1
     blocks_n, blocks_k = ceil_div(n, LINES) * b_scale.shape[0], ceil_div(k, DEPTH)
+    deep = 1 if along_k else _DEEP
+    if along_k:
+        k = most_tokens(k, groups, STEP)
+        blocks_m, blocks_k = ceil_div(m, LINES), spread_blocks(k, groups)
     swizzled = into or {
         name: torch.empty((blocks, blocks_k, 2, _BYTES // 2), dtype=torch.uint8, device=product.out.device)
         for name, blocks in zip(SCRATCH.values(), (blocks_m, blocks_n), strict=True)
     }
     return TritonLaunch(
         kernel=swizzle_scales,
-        grid=(blocks_m + blocks_n, ceil_div(blocks_k, _DEEP), 1),
+        grid=(blocks_m + blocks_n, ceil_div(blocks_k, deep), 1),
         args={
             "a_scale": a_scale, "b_scale": b_scale, **swizzled, "offsets": offsets,
             "M": m, "N": n, "K": k, "E": groups,
@@ -125,7 +154,7 @@ def plan_swizzle(product: ScaledProduct, into: Mapping[str, Tensor] | None = Non
             "bs_e": b_scale.stride(0), "bs_n": b_scale.stride(2), "bs_k": b_scale.stride(1), "blocks_k": blocks_k,
         },
         constexprs={
-            "DEEP": _DEEP, "GROUPS": places_of(groups), "MASKED": masked,
+            "DEEP": deep, "GROUPS": places_of(groups), "MASKED": masked, "ALONG_K": along_k,
             "WIDE": is_wide(a_scale, b_scale, *swizzled.values()),
         },
         options={"num_warps": 4},

@@ -104,7 +104,7 @@ def _mx_mm(place: Place, target: Target) -> Forms:
 
 
 def _swizzle_scales(place: Place, target: Target) -> Forms:
-    """Blocks of 128 lines by 4 scales along K; 10 blocks along K make a second program of few."""
+    """Blocks of 128 lines by 4 scales along K; 10 blocks along K make a second program of few; groups along K."""
     for m, n, k in ((70, 130, 300), (256, 128, 1200)):
         operands, (a_block, b_block, scale) = Operands(place), PAIRS["MX"]
         a = operands.quantized("a", (m, k), a_block, column_major=False, scale=scale)
@@ -118,6 +118,35 @@ def _swizzle_scales(place: Place, target: Target) -> Forms:
         launch = plan_swizzle(ScaledProduct(a=a, b=b, out=out, target=target), into)
         operands.expected = partial(_in_blocks, {"a_swizzled": a.scale, "b_swizzled": b.scale.mT})
         yield Form(f"K{k}", (launch,), operands)
+    yield _swizzled_groups(place, target)
+
+
+def _swizzled_groups(place: Place, target: Target) -> Form:
+    """Groups along K: the scales of each are in blocks of its own, and the rest of the last one is zeros."""
+    operands, ends_, tokens, experts = Operands(place), ends(SIZES), sum(SIZES) + REST, len(SIZES)
+    offsets = operands.input("offsets", (experts,), torch.int32, values=ends_)
+    a, b = (kernel_info.spread(operands, name, tokens, size, ends_, (32, 1)) for name, size in (("a", M), ("b", N)))
+    blocks_k = (tokens + 31) // 128 + experts
+    into = {
+        name: operands.output(name, (ceil_div(size, 128), blocks_k, 2, 256), torch.uint8)
+        for name, size in zip(SCRATCH.values(), (M, N), strict=True)
+    }
+    out = torch.empty(experts, M, N, dtype=BF16, device=place.device)
+    product = ScaledProduct(
+        a=Quantized(a.data.mT, a.scale.mT, (1, 32)), b=b, offsets=offsets, out=out, target=target
+    )  # fmt: skip
+
+    def apart(scale: Tensor) -> Tensor:
+        """The scales `(lines, parts)` with each group's from a multiple of 4 on."""
+        made, start = torch.zeros(len(scale), 4 * blocks_k, dtype=torch.uint8), 0
+        for group, size in enumerate(SIZES):
+            own = scale.view(torch.uint8)[:, start // 32 + group :][:, : ceil_div(size, 32)]
+            made[:, (start // 128 + group) * 4 :][:, : own.shape[1]] = own
+            start += size
+        return made
+
+    operands.expected = lambda: _in_blocks({"a_swizzled": apart(a.scale.mT), "b_swizzled": apart(b.scale.mT)})
+    return Form("groups along K", (plan_swizzle(product, into),), operands)
 
 
 def _in_blocks(scales: dict[str, Tensor]) -> dict[str, Expected]:
@@ -211,7 +240,7 @@ def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
 def _grouped_tma(place: Place, target: Target) -> Forms:
     plan, config = grouped_tma.plan_grouped_tma, GemmConfig(128, 128, 8, 3, GROUP=2)
     yield from _rows_of_groups(plan, config, GROUPED, place, target)
-    yield from _groups_of_tokens(plan, config, [block for block in GROUPED_BLOCKS if block[0] == 128], place, target)
+    yield from _groups_of_tokens(plan, config, [block for block in GROUPED_BLOCKS if block[0] > 0], place, target)
 
 
 def _groups_of_tokens(
@@ -438,7 +467,11 @@ TRITON: Final = (
     KernelInfo("scaled_grouped_mm.py", _scaled_grouped_mm, 1e-5, 2.0**-10, emulated=_TOKENS, nan=_NAN),
     KernelInfo(
         "grouped_tma.py", _grouped_tma, 1e-5, 2.0**-10,
-        emulated=(*(f"{groups} {kind}" for groups in ("rows", "counts") for kind in GROUPED), "tokens"), nan=_NAN,
+        emulated=(
+            *(f"{groups} {kind}" for groups in ("rows", "counts") for kind in GROUPED),
+            *(f"tokens {block}" for block in GROUPED_BLOCKS if block[0] > 0),
+        ),
+        nan=_NAN,
         targets=("sm100",),
     ),
     KernelInfo(
@@ -458,7 +491,7 @@ TRITON: Final = (
         "mx_mm_tma.py", _mx_tma, 1e-5, 2.0**-12, emulated=("K300", "K256", "batch"), nan=_NAN, targets=("sm100",),
     ),
     KernelInfo(
-        "swizzle_scales.py", _swizzle_scales, emulated=("K300", "K1200"),
+        "swizzle_scales.py", _swizzle_scales, emulated=("K300", "K1200", "groups"),
         far=(("a_scale", -2), ("b_scale", -1)), targets=("sm100",),
     ),
     KernelInfo(

@@ -35,7 +35,11 @@ BY_TMA: Final = (SM100, SM120)
 each_target = pytest.mark.parametrize("target", BY_TMA, ids=lambda target: target.name)
 # Blocks of the tokens of a and of b, as the quantizer names them.
 PAIRS: Final = ((COLUMNS, COLUMNS), (COLUMNS, SQUARES), (SQUARES, COLUMNS))
-each_pair = pytest.mark.parametrize("pair", PAIRS, ids=["columns", "squares of b", "squares of a"])
+MX: Final = ((32, 1), (32, 1))
+NAMES: Final = ("columns", "squares of b", "squares of a", "MX")
+each_pair = pytest.mark.parametrize("pair", PAIRS, ids=NAMES[:-1])
+with_mx = pytest.mark.parametrize("pair", [*PAIRS, MX], ids=NAMES)
+one_and_mx = pytest.mark.parametrize("pair", [PAIRS[0], MX], ids=(NAMES[0], NAMES[-1]))
 # Empty groups, one token, whole blocks, and tokens of no group; then groups that begin at multiples of 128.
 SMALL, LARGE = ((0, 1, 0, 140, 255, 128, 3), 10), ((673, 0, 1200), 5)
 CONFIG: Final = GemmConfig(128, 128, 8, 3, GROUP=2)
@@ -44,9 +48,10 @@ CONFIG: Final = GemmConfig(128, 128, 8, 3, GROUP=2)
 def operands(
     pair: tuple[Block, Block], sizes: tuple[int, ...], rest: int, m: int = 140, n: int = 150,
     dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3), tokens: tuple[Tensor, Tensor] | None = None,
-    scale: str = "fp32",
+    scale: str | None = None,
 ) -> ScaledProduct:  # fmt: skip
     """Groups of random tokens, or of those given, with a bias."""
+    scale = scale or scale_of(pair)
     offsets = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
     x, y = tokens or (torch.randn(sum(sizes) + rest, width) for width in (m, n))
     (a, a_scale), b = (
@@ -58,6 +63,10 @@ def operands(
         bias=torch.randn(len(sizes), y.shape[1]), out=torch.full((len(sizes), x.shape[1], y.shape[1]), 7.0),
         target=SM100,
     )  # fmt: skip
+
+
+def scale_of(pair: tuple[Block, Block]) -> str:
+    return "rceil" if pair == MX else "fp32"
 
 
 def interpreted(
@@ -76,12 +85,12 @@ def assert_near(product: ScaledProduct, found: Tensor) -> None:
 
 
 @pytest.mark.parametrize("groups", [SMALL, LARGE], ids=["units of 32", "units of 128"])
-@each_pair
+@with_mx
 @each_target
 def test_values(target: Target, pair: tuple[Block, Block], groups: tuple[tuple[int, ...], int]) -> None:
     """As the reference; and the same bits as by pointers, which multiply the same tiles in the same order."""
     product = operands(pair, *groups)
-    assert (unit_of(product.k, len(groups[0])) == STEP) == (groups is SMALL)
+    assert (unit_of(product.k, len(groups[0])) == STEP) == (groups is SMALL)  # but in MX, where it always is
     found = interpreted(product, target)
     assert_near(product, found)
     assert torch.equal(found, interpreted(product, target, plan_scaled_grouped_mm))
@@ -91,16 +100,32 @@ def test_values(target: Target, pair: tuple[Block, Block], groups: tuple[tuple[i
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (1,), (300,), (0, 300, 0), (3,) * 12, (127, 1, 128, 129)], ids=str)
-def test_where_groups_end(sizes: tuple[int, ...]) -> None:
+@one_and_mx
+@each_target
+def test_where_groups_end(target: Target, pair: tuple[Block, Block], sizes: tuple[int, ...]) -> None:
     for rest in (0, 200):
         if sum(sizes) + rest:
-            product = operands(PAIRS[0], sizes, rest, m=70, n=40)
-            assert_near(product, interpreted(product))
+            product = operands(pair, sizes, rest, m=70, n=40)
+            assert_near(product, interpreted(product, target))
+
+
+@pytest.mark.parametrize("m", [1, 128])
+@each_target
+def test_in_mx_one_row_and_zeros(target: Target, m: int) -> None:
+    """All-zero tokens have a finite scale: the smallest there is."""
+    x, y = torch.randn(300, m), torch.zeros(300, 40)
+    product = operands(MX, (100, 7, 193), 0, tokens=(x, y))
+    assert product.bias is not None
+    assert torch.equal(interpreted(product, target), product.bias[:, None].expand_as(product.out))
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 31, 32, 33), (127, 128, 129, 260), (3,) * 12, (673, 1200)], ids=str)
-def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...]) -> None:
-    """Both operands have one there, so that a zero in one of them would not do."""
+@one_and_mx
+@each_target
+def test_a_nan_in_the_next_groups_first_token_stays_there(
+    target: Target, pair: tuple[Block, Block], sizes: tuple[int, ...]
+) -> None:
+    """Both operands have one there, so that a zero in one of them would not do; its scales are NaN too."""
     clean = [torch.randn(sum(sizes) + 40, width) for width in (33, 40)]
     bad = [x.clone() for x in clean]
     ends = list(itertools.accumulate(sizes))
@@ -109,8 +134,8 @@ def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...]
             x[start] = torch.nan
     outs = []
     for x, y in (clean, bad):
-        product = replace(operands(PAIRS[0], sizes, 40, tokens=(x, y)), bias=None)
-        outs.append(interpreted(product))
+        product = replace(operands(pair, sizes, 40, tokens=(x, y)), bias=None)
+        outs.append(interpreted(product, target))
         assert_near(product, outs[-1])
     assert torch.equal(outs[0][::2], outs[1][::2])
     assert all(outs[1][group].isnan().all() for group in range(1, len(sizes), 2) if sizes[group])
@@ -118,9 +143,13 @@ def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...]
 
 @pytest.mark.parametrize("ends", [(50, 20, 90), (-5, 300, 60), (2**31 - 1, -(2**31), 7)], ids=str)
 @pytest.mark.parametrize("tokens", [100, 1600])
-def test_offsets_that_are_none_read_nothing_outside(ends: tuple[int, ...], tokens: int) -> None:
-    product = operands(PAIRS[0], (0, 0, tokens), 0, m=33, n=40)
-    found = interpreted(replace(product, offsets=torch.tensor(ends, dtype=torch.int32)))
+@one_and_mx
+@each_target
+def test_offsets_that_are_none_read_nothing_outside(
+    target: Target, pair: tuple[Block, Block], ends: tuple[int, ...], tokens: int
+) -> None:
+    product = operands(pair, (0, 0, tokens), 0, m=33, n=40)
+    found = interpreted(replace(product, offsets=torch.tensor(ends, dtype=torch.int32)), target)
     assert found.isfinite().all()
 
 
@@ -140,47 +169,70 @@ def test_on_sm100_tokens_may_lie_in_rows(pair: tuple[Block, Block]) -> None:
 
 @each_target
 def test_types_scales_and_every_configuration(target: Target) -> None:
-    for dtypes, scale in (((E4M3, E5M2), "pow2"), ((E5M2, E4M3), "e8m0")):
-        product = operands(PAIRS[1], (150, 140), 0, n=270, dtypes=dtypes, scale=scale)
+    for pair, dtypes, scale in (
+        (PAIRS[1], (E4M3, E5M2), "pow2"), (PAIRS[1], (E5M2, E4M3), "e8m0"),
+        (MX, (E4M3, E5M2), "rceil"), (MX, (E5M2, E4M3), "e8m0"),
+    ):  # fmt: skip
+        product = operands(pair, (150, 140), 0, n=270, dtypes=dtypes, scale=scale)
         for config in candidates(replace(product, target=target)):
             assert_near(product, interpreted(product, target, config=config))
 
 
 def planned(
     target: Target, pair: tuple[Block, Block] = PAIRS[0], m: int = 4096, n: int = 2048, tokens: int = 8192, *,
-    out: torch.dtype = torch.bfloat16, bias: bool = False, scale: str = "fp32",
+    out: torch.dtype = torch.bfloat16, bias: bool = False, scale: str | None = None, groups: int = 8,
 ) -> ScaledProduct:  # fmt: skip
-    """A product of tokens in 8 groups as the quantizer lays them out."""
+    """A product of tokens in groups as the quantizer lays them out."""
+    scale = scale or scale_of(pair)
     (a, a_scale), b = (
-        empty_grouped(torch.empty(tokens, width, device="meta"), 8, block, E4M3, scale)
+        empty_grouped(torch.empty(tokens, width, device="meta"), groups, block, E4M3, scale)
         for width, block in zip((m, n), pair, strict=True)
     )
     return ScaledProduct(
         a=Quantized(a.mT, a_scale.mT, swap(pair[0])), b=Quantized(*b, pair[1]), target=target,
-        offsets=torch.empty(8, dtype=torch.int32, device="meta"), bias=a.new_empty(8, n, dtype=out) if bias else None,
-        out=a.new_empty(8, m, n, dtype=out),
+        offsets=torch.empty(groups, dtype=torch.int32, device="meta"), out=a.new_empty(groups, m, n, dtype=out),
+        bias=a.new_empty(groups, n, dtype=out) if bias else None,
     )  # fmt: skip
 
 
 def test_what_it_takes() -> None:
-    for target, pair in itertools.product((*BY_TMA, replace(SM100, arch=103)), PAIRS):
+    for target, pair in itertools.product((*BY_TMA, replace(SM100, arch=103)), (*PAIRS, MX)):
         choice = SCALED_GROUPED_MM.choose(planned(target, pair))
         assert choice.name == "triton_tma"
-        assert [launch.name for launch in choice.plan(planned(target, pair))] == ["grouped_k_tma"]
+        before = ["swizzle_scales"] if pair == MX and target is not SM120 else []
+        assert [launch.name for launch in choice.plan(planned(target, pair))] == [*before, "grouped_k_tma"]
     assert accepts(planned(SM90)) == "sm90 is none of sm100, sm103, sm120"
     few = SCALED_GROUPED_MM.choose(planned(SM100, m=64))
     assert few.name == "triton"
     assert few.describe().endswith("not triton_tma: M is 64, below 65")
-    for block, scale in ((32, "rceil"), (-1, "fp32")):
-        product = planned(SM100, ((block, 1), (block, 1)), scale=scale)
-        reason = f"blocks (1, {block}) and ({block}, 1): groups along K are taken in blocks of 128 tokens"
+    for block in (32, -1):
+        product = planned(SM100, ((block, 1), (block, 1)), scale="fp32")
+        reason = f"blocks (1, {block}) and ({block}, 1): groups along K are taken in blocks of 128 tokens, or in MX"
         assert accepts(product) == reason
         assert SCALED_GROUPED_MM.choose(product).name == "triton"
     far = "an element of out or of the scales lies at an offset of more than 32 bits"
     assert accepts(planned(SM100, m=2**16, n=2**16)) == far
 
 
-@each_pair
+def test_what_it_takes_in_mx() -> None:
+    """Tokens in lines alone; on sm120 scales as the quantizer stores them, on sm100 enough K tiles to swizzle for."""
+    short = planned(SM100, MX, 512, 512)
+    choice = SCALED_GROUPED_MM.choose(short)
+    assert choice.name == "triton"
+    assert "9 K tiles a multiprocessor are too few for a launch that swizzles the scales" in choice.describe()
+    assert SCALED_GROUPED_MM.choose(replace(short, target=SM120)).name == "triton_tma"
+    product = planned(SM120, MX)
+    a, b = product.a, product.b
+    rows = replace(product, b=b._replace(data=torch.empty(b.data.shape, dtype=E4M3, device="meta")))
+    for target in BY_TMA:
+        assert accepts(replace(rows, target=target)) == "b.mT has stride 2048 along its contiguous axis, not 1"
+    turned = torch.empty(a.scale.shape, dtype=torch.float8_e8m0fnu, device="meta")
+    lines = replace(product, a=a._replace(scale=turned))
+    assert accepts(lines) == "a_scale.mT has stride 264 along its contiguous axis, not 1"
+    assert accepts(replace(lines, target=SM100)) is None
+
+
+@with_mx
 @each_target
 def test_no_configuration_spills(target: Target, pair: tuple[Block, Block]) -> None:
     """At full tiles and at partial ones, in groups that begin at multiples of 128 and of 32."""
@@ -191,8 +243,14 @@ def test_no_configuration_spills(target: Target, pair: tuple[Block, Block]) -> N
             planned(target, pair, 4093, 2045, tokens, out=torch.float32, bias=True),
         ):
             for config in candidates(product):
-                (launch,) = plan_grouped_tma(product, config)
-                assert_no_spills(launch.resources(), target)
+                for launch in plan_grouped_tma(product, config):
+                    assert_no_spills(launch.resources(), target)
+
+
+@pytest.mark.parametrize("groups", [64, 1000])
+def test_scales_of_many_groups_are_swizzled_without_spills(groups: int) -> None:
+    for m, n in ((4096, 2048), (4093, 2045)):
+        assert_no_spills(plan_grouped_tma(planned(SM100, MX, m, n, 131072, groups=groups))[0].resources(), SM100)
 
 
 # The product in PTX and in SASS.
@@ -227,3 +285,31 @@ def test_tune_times_its_tiles_beside_those_by_pointers() -> None:
         product = problem.product()
         assert grouped_mm_table.FORM.candidates(problem)["triton_tma"] == list(candidates(product))
         assert SCALED_GROUPED_MM.choose(replace(product, chip=Chip(name, 1))).name == "triton_tma"
+
+
+# As `INSTRUCTIONS`, with scales.
+SCALED_INSTRUCTIONS: Final = {
+    "sm100": (r"tcgen05\.mma\.cta_group::1\.kind::mxf8f6f4\.block_scale", "UTCQMMA"),
+    "sm120": (
+        r"mma\.sync\.aligned\.m16n8k32\.row\.col\.kind::mxf8f6f4\.block_scale\.scale_vec::1X\.f32\.e4m3\.e4m3",
+        "QMMA.SF.16832.F32.E4M3.E4M3.E8",
+    ),
+}
+
+
+@each_target
+def test_machine_code_in_mx(target: Target, tmp_path: Path) -> None:
+    """Operands and scales by TMA: threads load offsets alone."""
+    launch = SCALED_GROUPED_MM.plan(planned(target, MX))[-1]
+    assert isinstance(launch, TritonLaunch)
+    compiled = launch.compile()
+    ptx, (pattern, name) = compiled.asm["ptx"], SCALED_INSTRUCTIONS[target.name]
+    assert re.search(pattern, ptx)
+    ranks = {int(rank) for rank in re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared", ptx)}
+    assert ranks == ({2, 4} if target is SM100 else {2})
+    assert ("tcgen05.cp.cta_group::1.warpx4.32x128b" in ptx) == (target is SM100)
+    assert not re.search(r"cp\.async\.c[ag]\.shared\.global", ptx)
+    assert len(re.findall(r"ld\.global", ptx)) == 2  # where the group begins and ends
+    sass = [text for _, text in instructions(compiled.asm["cubin"], tmp_path)]
+    assert {text.split()[0] for text in sass if "MMA" in text.split()[0]} == {name}
+    assert any("UTMALDG.2D" in text for text in sass)
