@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from fp8fn.weights.form import Form, bytes_of
 from fp8fn.weights.fp8_weight import FP8Weight, NoForm, implements, weight_of
 
 aten = torch.ops.aten
+# What `Tensor.view` raises where the strides do not allow it; of a fake tensor it is a ValueError.
+_NO_VIEW: Final = (RuntimeError, ValueError)
 
 
 def alias(weight: FP8Weight) -> FP8Weight:
@@ -252,13 +254,13 @@ def _reshaped(weight: FP8Weight, shape: Sequence[int]) -> FP8Weight | None:
     full = [next(axes) if size != 1 else _Axis(1, 1, 1) for size in shape]
     try:
         data = weight._data.view(list(shape))
-    except RuntimeError:  # the strides do not allow a view
+    except _NO_VIEW:
         return None
     lengths = [axis.scales for axis in full]
     shares = weight._form.shares
     try:
         scale = weight._scale.view(lengths)
-    except RuntimeError:  # scales lie with padded rows
+    except _NO_VIEW:  # scales lie with padded rows
         scale, shares = bytes_of(weight._scale).reshape(lengths).view(weight._scale.dtype), True
     return weight_of(data, scale, weight._form._replace(block=tuple(axis.block for axis in full), shares=shares))
 

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8fn
 from fp8fn import FP8Weight
+from fp8fn.ops.layout import Block
 from support.accuracy import snr
 from support.fp8_weights import make, parts, same, values
 
@@ -150,6 +151,22 @@ def test_experts_views_and_groups_are_compiled() -> None:
     assert snr(heads, torch.einsum("bk,hkn->bhn", x, dense[:, 64:192])) > 100
     assert snr(rows, x @ dense[1, :96].T) > 100
     assert snr(groups, torch.cat([wide[:4] @ dense[0], wide[4:9] @ dense[2], wide[9:] @ dense[3]])) > 100
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 128), (1, 32), (1, -1)], ids=str)
+def test_experts_become_one_matrix_in_a_graph(block: Block) -> None:
+    """Scales that lie with padded rows, or one for many rows, allow no view; a fake tensor has another error for it."""
+    q = fp8fn.quantize(torch.randn(6, 8, 256), block)
+    w, x = nn.Parameter(FP8Weight(q, dtype=torch.float32), requires_grad=False), torch.randn(16, 256)
+    dense = fp8fn.dequantize(q, torch.float32)
+
+    def run(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        halves = F.linear(x[:, 128:], w[..., 128:].flatten(0, 1))
+        return F.linear(x, w.view(-1, 256)), F.linear(x, w.reshape(48, 256)), halves
+
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)(x, w)
+    for got, want in zip(found, run(x, dense), strict=True):
+        assert snr(got, want) > 100
 
 
 def test_transforms_are_compiled() -> None:
