@@ -21,7 +21,7 @@ from fp8fn.checkpoint.load import read_contents
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What a conversion did: the plans of all files, and the weights of those that it wrote.
+    """The result of a conversion: the plans of all files, and the weights of those that it wrote.
 
     `kept` names the files that were complete before, `again` those that were not, each with the reason.
     """

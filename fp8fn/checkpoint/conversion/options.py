@@ -1,4 +1,4 @@
-"""What a conversion takes, and in which blocks and scales it writes."""
+"""The options of a conversion: which tensors it takes, and the blocks, scales and format that it writes."""
 
 from __future__ import annotations
 
