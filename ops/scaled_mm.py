@@ -14,10 +14,11 @@ from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred, no_compiler, no_config, takes_all
-from fp8fn.ops.layout import WHOLE, Block, known_block, matrix_strides, scale_shape, unknown_block
+from fp8fn.ops.layout import WHOLE, Block, known_block, scale_shape, unknown_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import check_fast
+from fp8fn.ops.turn import column_major
 
 if TYPE_CHECKING:
     from fp8fn.ops.triton import scaled_mm as triton
@@ -134,8 +135,7 @@ def contiguous_along_k(b: Tensor) -> Tensor:
     """
     if b.stride(-2) == 1 or b.stride(-1) != 1:
         return b
-    strides = matrix_strides(b.shape, column_major=True, align=16)
-    return torch.empty_strided(b.shape, strides, dtype=b.dtype, device=b.device).copy_(b)
+    return column_major(b)
 
 
 def scaled_mm_reference(  # noqa: PLR0913 - an op's signature

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference
-from fp8fn.ops.layout import BLOCKS, Block, scale_shape
+from fp8fn.ops.layout import BLOCKS, Block, matrix_strides, scale_shape
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import Quantization
@@ -35,6 +35,7 @@ from fp8fn.ops.triton.quantize_dual import DUAL_BLOCKS, plan_quantize_dual
 from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
 from fp8fn.ops.triton.statistics import PROGRAMS, SUMS, Row, plan_statistics
 from fp8fn.ops.triton.swizzle_scales import SCRATCH, plan_swizzle
+from fp8fn.ops.triton.turn import TurnTile, plan_turn
 from fp8fn.ops.triton.views import ceil_div
 from fp8fn.ops.tuning import mx
 from support import kernel_info
@@ -407,6 +408,20 @@ def _row(watched: Watched, into: Row) -> dict[str, Expected]:
     return {"row": Expected(value, sums, written)}
 
 
+def _turn(place: Place, target: Target) -> Forms:
+    """Tiles that do not fit, a batch, and tiles that do."""
+    for name, shape in (("ragged", (70, 130)), ("batch", (3, 33, 64)), ("even", (64, 128))):
+        operands = Operands(place)
+        x = operands.input("x", shape, E4M3, strides=matrix_strides(shape, False, 16))
+        out = operands.output("out", shape, E4M3, strides=matrix_strides(shape, True, 16))
+        operands.expected = partial(_same, x)
+        yield Form(name, plan_turn(x, out, target, TurnTile(32, 64, 4)), operands)
+
+
+def _same(x: Tensor) -> dict[str, Expected]:
+    return {"out": Expected(x)}
+
+
 def _pull_rows(place: Place, target: Target) -> Forms:
     """Rows of two ranks: FP8 with scales, rows of whole 16 bytes and not, and another type; some rows are absent."""
     for dtype, width in ((E4M3, 200), (E4M3, 256), (BF16, 131), (FP32, 260)):
@@ -518,5 +533,6 @@ TRITON: Final = (
         "statistics.py", _statistics, 1e-6, 1e-5, far=(("x", -2), ("data", -2)),
         emulated=(*(f"x {block}" for block in BLOCKS), "codes (1, 128)", "codes (1, 32)", "silu_mul", "rms_norm"),
     ),
+    KernelInfo("turn.py", _turn, emulated=("ragged", "batch", "even"), far=(("x", -2),)),
     KernelInfo("pull_rows.py", _pull_rows, emulated=(f"{E4M3} 200", f"{E4M3} 256", f"{BF16}", f"{FP32}")),
 )  # fmt: skip
