@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.activations import Activations, check_activations, quantized_product, why_16_bits
+from fp8fn.ops.activations import (
+    Activations,
+    check_activations,
+    quantized_at_once,
+    quantized_product,
+    why_16_bits,
+)
 from fp8fn.ops.cuda.gemm.operands import as_batch, map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
@@ -120,7 +126,7 @@ def mm_a16w8_kernel(  # noqa: PLR0913  an op's signature
     if activations != "16bit":
         weight = Quantized(w, w_scale, check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations))
         if why_16_bits(x, weight, batch_invariant) is None:
-            return quantized_product(x, weight, bias, out_dtype or x.dtype, batch_invariant)
+            return quantized_at_once(x, weight, bias, out_dtype or x.dtype, batch_invariant)
     constant = constant or graph_capture.readable(w, w_scale)
     dispatch = MM_A16W8_INVARIANT if batch_invariant else MM_A16W8
     return dispatch((x, w, w_scale, bias), (tuple(w_block), out_dtype, constant))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn import FP8Weight
 from fp8fn.ops.activations import why_16_bits
+from fp8fn.ops.cuda.runtime import call_cache
+from fp8fn.ops.cuda.runtime.call_cache import Program
 from fp8fn.ops.formats import ScaleFormat
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
@@ -257,3 +260,24 @@ def test_the_tables_decide_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = why(256, 256, 256)
     assert reason is not None
     assert reason.startswith("quantizing takes longer: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [(128, 128), (1, -1), (-1, -1)], ids=str)
+def test_a_second_call_on_a_gpu_starts_all_launches_together(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has the bits of the first one, of other rows too; another bias, batch or layout takes its own way."""
+    monkeypatch.setattr(call_cache, "_kept", OrderedDict())
+    w = weight(4096, 2048, block, torch.bfloat16).cuda()
+    x, bias = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 1024, 2048), (4096,)))
+    assert why_16_bits(x.flatten(0, 1), Quantized(w.scaled.mT.data, w.scaled.mT.scale, w.scaled.mT.block)) is None
+    with torch.no_grad():
+        for given in ({}, {"bias": bias}):
+            first, second = F.linear(x, w, **given), F.linear(x, w, **given)
+            assert torch.equal(first, second)
+            assert torch.equal(F.linear(x.flip(0), w, **given), first.flip(0)) or block == (-1, -1)
+            rounded_x = fp8fn.quantize(x.flatten(0, 1), (1, -1) if -1 in block else (1, 128)).dequantize(torch.float32)
+            expected = rounded_x @ values(w).T + (bias.float() if given else 0)
+            assert snr(first.flatten(0, 1), expected) > 45
+        strided = x.mT.contiguous().mT
+        assert torch.equal(F.linear(strided, w), F.linear(x, w))
+    assert any(isinstance(kept, Program) for kept in call_cache._kept.values())
