@@ -295,7 +295,8 @@ def _classify(node: Node, outer: Mapping[Node, Node], given: Operands) -> Gemm |
     if parameter is None and op in (*_UNMATCHED, "einsum") and parameter_of(a, outer) is None:
         reason = None  # a product of two activations stays in any spelling
     if reason is None:
-        reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, value(bias), parameter)
+        fault = _why_not_shape(op, left, right, value(bias), parameter) or _why_not_types(left, right, out)
+        reason = fault if gathered is None else GATHERED
     if parameter is not None or gathered is not None:
         reason = reason or why_not_operands(a, b, outer)
     elif (computed := _computed(b, outer) or _computed(a, outer)) is not None:
@@ -422,6 +423,17 @@ def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, pa
     if bias is not None and not _is_row(bias, right.shape[0] if op == "linear" else right.shape[-1]):
         return "the bias is not one row of N"
     return None
+
+
+def _why_not_types(left: Tensor, right: Tensor, out: Tensor) -> str | None:
+    """PyTorch raises an error for operands of two types, but under autocast, whose results have 16 bits.
+
+    A traced `linear` has the wider type; a `matmul` that would raise the error has that of its first operand, and is
+    found where that is float32.
+    """
+    if left.dtype == right.dtype or out.dtype != torch.float32:
+        return None
+    return f"operands of {left.dtype} and {right.dtype}, which PyTorch multiplies under autocast alone"
 
 
 def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:

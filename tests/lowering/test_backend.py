@@ -213,6 +213,23 @@ def test_no_recompilation_over_batch_sizes() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("types", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_operands_of_two_types_are_pytorchs_error(types: tuple[torch.dtype, torch.dtype], fresh_dynamo: None) -> None:
+    """As in eager mode, and not a product that nobody has asked for; under autocast they are multiplied in FP8."""
+    layer = nn.Linear(256, 256, dtype=types[1])
+    x = torch.randn(64, 256).to(types[0])
+    compiled = torch.compile(layer, backend="fp8fn", options={"where": "*"})
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer(x)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        compiled(x)
+    torch._dynamo.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        (row,) = fp8fn.explain(layer, x, show=False, where="*").rows
+        assert row.reason is None
+        assert snr(compiled(x), layer.float()(x.float())) > 25
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast(inside: bool) -> None:
     """The output type is autocast's, wherever the region begins; the weights are quantized from float32."""
