@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops import reference, targets
+from fp8fn.ops import dequantize, reference, targets
 from fp8fn.ops.activations import (
     Activations,
     check_activations,
@@ -23,7 +23,7 @@ from fp8fn.ops.activations import (
 from fp8fn.ops.cuda.gemm.operands import as_batch, map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, takes_all
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, no_config, takes_all
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
@@ -203,6 +203,7 @@ def _aligned(product: WeightProduct) -> tuple[Tensor | None, ...] | None:
 
 
 KERNELS: Final = (
+    Kernel("dequantized", dequantize.accepts, no_config, dequantize.plan, dequantize.untuned),
     Kernel("cuda_splitk", splitk_a16w8.accepts, splitk_a16w8.configure, splitk_a16w8.plan, _untuned_splitk),
     Kernel("cuda_tiles", a16w8_tiles.accepts, a16w8_tiles.configure, a16w8_tiles.plan, a16w8_tiles.untuned),
     Kernel("cuda_gemv", gemv_a16w8.accepts, gemv_a16w8.configure, gemv_a16w8.plan, _untuned_gemv),

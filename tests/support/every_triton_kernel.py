@@ -24,6 +24,7 @@ from fp8fn.ops.statistics import WIDTH, Column, Watched
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton import grouped_mm_a16w8, grouped_tma, mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
 from fp8fn.ops.triton.amax import plan_amax
+from fp8fn.ops.triton.dequantize import DequantizeTile, plan_dequantize
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
 from fp8fn.ops.triton.mx_mm import plan_mx_mm
@@ -422,6 +423,19 @@ def _same(x: Tensor) -> dict[str, Expected]:
     return {"out": Expected(x)}
 
 
+def _dequantize(place: Place, target: Target) -> Forms:
+    for block in ((1, 128), (128, 128), (1, -1), (-1, -1)):
+        operands = Operands(place)
+        q = operands.quantized("data", (140, 700), block, column_major=False)
+        out = operands.output("out", (140, 700), BF16)
+        operands.expected = partial(_times_scales, q)
+        yield Form(f"{block}", (plan_dequantize(q, out, target, DequantizeTile(32, 256)),), operands)
+
+
+def _times_scales(q: Quantized) -> dict[str, Expected]:
+    return {"out": Expected(reference.dequantize(*q).to(BF16))}
+
+
 def _pull_rows(place: Place, target: Target) -> Forms:
     """Rows of two ranks: FP8 with scales, rows of whole 16 bytes and not, and another type; some rows are absent."""
     for dtype, width in ((E4M3, 200), (E4M3, 256), (BF16, 131), (FP32, 260)):
@@ -534,5 +548,9 @@ TRITON: Final = (
         emulated=(*(f"x {block}" for block in BLOCKS), "codes (1, 128)", "codes (1, 32)", "silu_mul", "rms_norm"),
     ),
     KernelInfo("turn.py", _turn, emulated=("ragged", "batch", "even"), far=(("x", -2),)),
+    KernelInfo(
+        "dequantize.py", _dequantize, emulated=("(1, 128", "(128, 128", "(1, -1", "(-1, -1"),
+        nan=("data", "data_scale"), far=(("data", -2),),
+    ),
     KernelInfo("pull_rows.py", _pull_rows, emulated=(f"{E4M3} 200", f"{E4M3} 256", f"{BF16}", f"{FP32}")),
 )  # fmt: skip

@@ -1,0 +1,135 @@
+"""Products of many rows by an FP8 weight that is dequantized for PyTorch's own product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import fp8fn
+from fp8fn.ops import dequantize, reference
+from fp8fn.ops.dequantize import DEQUANTIZE, Dequantization, dequantized
+from fp8fn.ops.layout import Block, swap
+from fp8fn.ops.mm_a16w8 import MM_A16W8
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import SM90
+from fp8fn.ops.triton.dequantize import plan_dequantize
+from support.accuracy import snr
+
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BLOCKS: tuple[Block, ...] = ((128, 128), (1, 128), (1, -1), (-1, -1))
+
+each_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
+
+
+def weight(n: int, k: int, block: Block, device: str = "cpu") -> fp8fn.ScaledTensor:
+    """Normal values of very different magnitudes in each row."""
+    rows = torch.logspace(-20, 20, n, base=2, device=device)[:, None]
+    return fp8fn.quantize(torch.randn(n, k, device=device) * rows, block, dtype=E4M3)
+
+
+def product(m: int = 4096, n: int = 4096, k: int = 4096, block: Block = (128, 128), **other: Tensor) -> WeightProduct:
+    """Operands of no values."""
+    w = fp8fn.quantize(torch.empty(n, k, device="meta"), block, dtype=E4M3).mT
+    x = other.get("x", torch.empty(m, k, dtype=BF16, device="meta"))
+    out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device="meta")
+    return WeightProduct(x=x, w=Quantized(w.data, w.scale, w.block), bias=other.get("bias"), out=out, target=SM90)
+
+
+@each_block
+@pytest.mark.parametrize("shape", [(1, 128), (17, 300), (130, 1100)], ids=str)
+def test_the_kernel_rounds_once(shape: tuple[int, int], block: Block) -> None:
+    q = weight(*shape, block)
+    q.scale[-1, -1] = torch.nan
+    out = torch.empty(shape, dtype=BF16)
+    given = Quantized(q.data, q.scale, block)
+    plan_dequantize(given, out, SM90).interpret()
+    assert torch.equal(out.nan_to_num(7), reference.dequantize(*given).to(BF16).nan_to_num(7))
+    assert torch.equal(dequantized(*given, BF16).nan_to_num(7), out.nan_to_num(7))
+
+
+def test_other_blocks_have_no_kernel() -> None:
+    q = weight(64, 256, (128, 1))
+    with pytest.raises(ValueError, match=r"block is \(128, 1\); its scales hold for 128 columns or for whole rows"):
+        plan_dequantize(Quantized(q.data, q.scale, q.block), torch.empty(64, 256, dtype=BF16), SM90)
+
+
+def test_many_rows_go_to_pytorch() -> None:
+    chosen = MM_A16W8.choose(product())
+    assert chosen.describe() == "dequantized by default"
+    (launch,) = chosen.plan(product())
+    assert launch.describe() == ("torch.mm[(128, 128), dequantized] sm90 (dequantized by default)")
+    assert MM_A16W8.choose(product(x=torch.empty(2, 2048, 4096, dtype=BF16, device="meta"))).name == "dequantized"
+    for block in BLOCKS:
+        given = product(block=block)
+        assert dequantize.accepts(given) is None
+        turned = replace(given, w=Quantized(given.w.data.mT, given.w.scale.mT, swap(given.w.block)))
+        assert MM_A16W8.choose(replace(turned, x=given.x[:512], out=given.out[:512])).name == "dequantized"
+        assert MM_A16W8.choose(replace(turned, x=given.x[:511], out=given.out[:511])).name == "triton_mm"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (product(2048), "M=2048 rows do not pay for a weight that is written in 16 bits"),
+        (product(4096, 1024), "M=4096 rows do not pay for a weight that is written in 16 bits"),
+        (product(4096, 128256), "the weight would take 1002 MB in 16 bits"),
+        (
+            product(x=torch.empty(4096, 4096, dtype=FP16, device="meta")),
+            "x has dtype torch.float16 and out torch.float16, not both bfloat16, which has the range of the scales",
+        ),
+        (
+            product(bias=torch.empty(4096, dtype=FP32, device="meta")),
+            "bias has shape (4096,) and dtype torch.float32, and is no row of torch.bfloat16",
+        ),
+    ],
+)
+def test_why_not(given: WeightProduct, reason: str) -> None:
+    assert dict(MM_A16W8.choose(given).refused)["dequantized"] == reason
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantize, "find_spec", lambda _: None)
+    assert dequantize.accepts(product()) == "triton is not installed"
+    q = weight(16, 128, (1, 128))
+    given = Dequantization(q=Quantized(q.data, q.scale, q.block), out=torch.empty(16, 128, dtype=BF16), target=SM90)
+    assert DEQUANTIZE.choose(given).refused == (("triton", "triton is not installed"),)
+
+
+@pytest.mark.gpu
+@each_block
+def test_the_product_on_a_gpu(block: Block) -> None:
+    w = weight(2304, 4224, block, "cuda")
+    x = torch.randn(2, 2048, 4224, device="cuda", dtype=BF16)
+    bias = torch.randn(2304, device="cuda", dtype=BF16)
+    exact = w.dequantize(FP32)
+    rows = exact.square().mean(-1, keepdim=True).rsqrt()
+    for given in (None, bias):
+        for _ in range(2):  # planned, and kept
+            found = fp8fn.gemm(x, w.mT, bias=given)
+            assert snr(found.flatten(0, 1), F.linear(x, w.dequantize(BF16), given).flatten(0, 1)) > 55
+            with torch.autocast("cuda", FP16):
+                assert torch.equal(torch.ops.fp8fn.mm_a16w8(x, w.mT.data, w.mT.scale, w.mT.block, given), found)
+    grad = torch.randn(512, 2304, device="cuda", dtype=BF16)
+    assert snr(fp8fn.gemm(grad, w), grad @ w.dequantize(BF16)) > 55
+    found = fp8fn.gemm(x, w.mT).float() * rows.mT
+    assert snr(found.flatten(0, 1), (x.float() @ (exact * rows).mT).flatten(0, 1)) > 45
+
+
+@pytest.mark.gpu
+def test_the_product_in_a_graph() -> None:
+    w = weight(4096, 4096, (128, 128), "cuda")
+    x = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    expected = fp8fn.gemm(x, w.mT)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = fp8fn.gemm(x, w.mT)
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, expected)
