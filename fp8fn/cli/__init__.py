@@ -83,6 +83,7 @@ COMMANDS: Final = Group(
                     "finished figures are in the file of --json; run the same command again to resume",
                 ),
                 "decoder": Command("a decoder layer under torch.compile, in bf16 and FP8", "fp8fn.bench.decoder"),
+                "prefill": Command("a prefill by FP8 weights, beside bf16 and torchao", "fp8fn.bench.prefill"),
                 "generate": Command("tokens per second of a compiled decoding loop", "fp8fn.bench.generate"),
                 "host": Command("host time of calls on a GPU, and of the first call", "fp8fn.bench.host"),
                 "cold": Command(

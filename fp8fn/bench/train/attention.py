@@ -15,6 +15,7 @@ Keys and values are then not expanded to the query's heads. The code of the mode
 
 from __future__ import annotations
 
+import os
 import statistics
 import warnings
 from collections.abc import Iterator, Mapping
@@ -58,13 +59,24 @@ def using(kernel: str) -> Iterator[None]:
         yield
 
 
-def times(size: Size, batch: int, sequence: int, device: torch.device) -> dict[str, float | str]:
-    """Milliseconds of causal attention, forward and backward, by each kernel; or why a kernel can't compute it."""
+def share_compilations(command: str, device: torch.device, kernel: str) -> None:
+    """One folder of Inductor's for all runs and processes of a command: what is compiled once is not compiled again.
+
+    The attention's kernel is chosen while a graph is traced, and is not in the key of AOTAutograd's cache.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{default_cache_dir()}_fp8fn_{command}_{device.type}_{kernel}"
+
+
+def times(size: Size, batch: int, sequence: int, device: torch.device, backward: bool = True) -> dict[str, float | str]:
+    """Milliseconds of causal attention, forward and `backward`, by each kernel; or why a kernel can't compute it."""
     clock = clock_of(device)
 
     def operand(heads: int) -> torch.Tensor:
         made = torch.randn(batch, sequence, heads, size.head, device=device, dtype=torch.bfloat16)
-        return made.transpose(1, 2).requires_grad_()
+        return made.transpose(1, 2).requires_grad_(backward)
 
     q, k, v = (operand(heads) for heads in (size.heads, size.kv_heads, size.kv_heads))
     gradient = torch.randn_like(q)
@@ -72,7 +84,8 @@ def times(size: Size, batch: int, sequence: int, device: torch.device) -> dict[s
 
     def once() -> None:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        torch.autograd.grad(out, (q, k, v), gradient)
+        if backward:
+            torch.autograd.grad(out, (q, k, v), gradient)
 
     found: dict[str, float | str] = {}
     clock.warm(0.5)

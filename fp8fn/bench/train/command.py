@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     runs = Runs(args.json, key_of(device_name(device), args.commit or revision(), shared))
     runs.run["attention_ms"] = found
-    _share_compilations(device, kernel)
+    attention.share_compilations("train", device, kernel)
     print(f"{table.title(runs.run)}; {runs.run['device']}; {runs.run['commit']}", flush=True)
 
     finished = set() if args.again else runs.finished()
@@ -210,23 +209,12 @@ def _attention(args: argparse.Namespace, size: Size) -> tuple[str, Mapping[str, 
     return kernel, found
 
 
-def _share_compilations(device: torch.device, kernel: str) -> None:
-    """One folder of Inductor's for all processes: a second process, or a second run, does not compile again.
-
-    The attention's kernel is chosen while a graph is traced, and is not in the key of AOTAutograd's cache.
-    """
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{default_cache_dir()}_fp8fn_train_{device.type}_{kernel}"
-
-
 def _size(args: argparse.Namespace) -> Size:
     changes = {name: value for name in ("layers", "vocabulary") if (value := getattr(args, name))}
     return dataclasses.replace(SIZES[args.model], **changes)
 
 
-def _tokens(text: str) -> tuple[int, int]:
+def tokens_shape(text: str) -> tuple[int, int]:
     """`"4x4096"` → `(4, 4096)`."""
     parts = text.split("x")
     if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
@@ -250,7 +238,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tokens",
-        type=_tokens,
+        type=tokens_shape,
         metavar="BxT",
         help="sequences x length (default: 4x4096; moe: 4x2048; CPU: 2x128)",
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
+
+import torch
 
 REST: Final = "rest"
 # The first kind whose pattern is in a kernel's name.
@@ -47,6 +49,24 @@ def by_kind(microseconds: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
             ],
         }
     return found
+
+
+def profiled(call: Callable[[], object], device: torch.device, repeats: int = 3) -> dict[str, Any]:
+    """`by_kind` of a call: the mean of `repeats`, with times of the GPU, or of the processor where there is none."""
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU], acc_events=True) as profiler:
+        for _ in range(repeats):
+            call()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    return by_kind(
+        {
+            event.key: ((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / repeats,
+                        event.count / repeats)
+            for event in profiler.key_averages()
+        }
+    )  # fmt: skip
 
 
 def lines(profile: Mapping[str, Any]) -> list[str]:

@@ -130,7 +130,7 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
-def _needed(package: str) -> Any:
+def needed(package: str) -> Any:
     """The package, or `UnavailableError`."""
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         raise UnavailableError(f"{package.partition('.')[0]} is not installed")
@@ -142,7 +142,7 @@ def _needed(package: str) -> Any:
         ) from None
 
 
-def _convertible(module: nn.Module, name: str) -> bool:
+def convertible(module: nn.Module, name: str) -> bool:
     """A linear layer other than the head, whose sizes FP8 products take."""
     return (
         isinstance(module, nn.Linear) and "lm_head" not in name and not any(size % 16 for size in module.weight.shape)
@@ -152,28 +152,28 @@ def _convertible(module: nn.Module, name: str) -> bool:
 def _convert_by_torchao(model: nn.Module, recipe: str, device: torch.device) -> None:
     if recipe == "blockwise":
         quantization, blockwise = (
-            _needed("torchao.quantization"),
-            _needed("torchao.prototype.blockwise_fp8_training.linear"),
+            needed("torchao.quantization"),
+            needed("torchao.prototype.blockwise_fp8_training.linear"),
         )
-        quantization.quantize_(model, blockwise.Float8BlockwiseLinearConfig(), filter_fn=_convertible)
+        quantization.quantize_(model, blockwise.Float8BlockwiseLinearConfig(), filter_fn=convertible)
         return
-    float8 = _needed("torchao.float8")
+    float8 = needed("torchao.float8")
     try:
         config = float8.Float8LinearConfig.from_recipe_name(recipe)
     except (AssertionError, ValueError) as error:
         raise UnavailableError(f"this torchao has no recipe {recipe!r}: {error}") from None
     if device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)
-    float8.convert_to_float8_training(model, module_filter_fn=_convertible, config=config)
+    float8.convert_to_float8_training(model, module_filter_fn=convertible, config=config)
 
 
 def _with_transformer_engine(model: nn.Module) -> Compiled:
     """The model with Transformer Engine's linear layers, under its autocast with current scaling."""
-    engine = _needed("transformer_engine.pytorch")
-    recipes = _needed("transformer_engine.common.recipe")
+    engine = needed("transformer_engine.pytorch")
+    recipes = needed("transformer_engine.common.recipe")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _convertible(child, name):
+            if convertible(child, name):
                 linear = cast(nn.Linear, child)
                 made = engine.Linear(
                     linear.in_features,
@@ -197,11 +197,11 @@ def _with_transformer_engine(model: nn.Module) -> Compiled:
 
 def _with_lora(model: nn.Module, name: str) -> Compiled:
     """The model with adapters of rank 16 on all linear layers but the head, over frozen weights."""
-    peft = _needed("peft")
+    peft = needed("peft")
     fp8 = not name.startswith(BF16)
     if fp8:
         quantize_weights(model, activations="16bit" if "16bit" in name else "fp8")
-    linears = [layer for layer, module in model.named_modules() if _convertible(module, layer)]
+    linears = [layer for layer, module in model.named_modules() if convertible(module, layer)]
     config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=linears)
     peft.inject_adapter_in_model(config, model)
     return torch.compile(model, backend="fp8fn" if fp8 else "inductor", dynamic=False)

@@ -167,19 +167,9 @@ class Trainer:
         """Milliseconds of a step with AdamW by kind of kernel, with the longest kernels of each kind."""
         for _ in range(_UNTIMED):
             self.train(self.batches[-1])
-        activity = torch.profiler.ProfilerActivity
-        activities = [activity.CUDA] if self.on_gpu else [activity.CPU]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-            for _ in range(steps):
-                self.train(self.batches[-1])
-            self.synchronize()
+        found = kinds.profiled(lambda: self.train(self.batches[-1]), self.device, steps)
         self.rest()
-        microseconds = {
-            event.key: ((event.self_device_time_total if self.on_gpu else event.self_cpu_time_total) / steps,
-                        event.count / steps)
-            for event in profiler.key_averages()
-        }  # fmt: skip
-        return kinds.by_kind(microseconds)
+        return found
 
     def rest(self) -> None:
         """Give the memory back that only a step needs, so that other variants' processes have it."""
