@@ -2,10 +2,16 @@
 
 The model has random weights of Llama-3.1-8B's shape, with fewer layers. All linear layers but the head hold their
 weights in one of three formats: bf16, A16W8 (FP8 in blocks of 128 x 128, by activations in bf16) and MX (MX-FP8, by
-activations that are quantized in the step). "constant" tells `gemm` that nothing writes the weights.
+activations that are quantized in the step). "+ head" quantizes the head's weight too. "constant" tells `gemm` that
+nothing writes the weights.
 
 A loop feeds a prompt, then its own likeliest tokens. Every step is the same compiled step, on a GPU one CUDA graph. The
 formats take turns, and a figure is the median over the loops.
+
+"transformers" is the `generate` of transformers' LlamaForCausalLM of the same size, with a static cache and a compiled
+step, over weights in bf16 or those of `fp8fn.quantize_weights`. The time of a call that makes the first token alone is
+subtracted: a step is one of those that decode. "transformers A16W8, forward", measured where --ways names it, assigns
+`torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)`, which compiles the prefill too.
 
 - SNR compares the logits with those of eager bf16 after the same tokens.
 - "as eager" is the share of the compiled loop's tokens that are also eager PyTorch's likeliest ones after the same
@@ -26,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -33,16 +40,28 @@ from torch import Tensor
 
 from fp8fn.bench import record, tables
 from fp8fn.bench.accuracy import snr_db
-from fp8fn.bench.llama import A16W8, MX, SIZES, ConstantA16W8, ConstantMX, Generator, Hold, Plain, Size
+from fp8fn.bench.llama import (
+    A16W8,
+    MX,
+    SIZES,
+    A16W8WithHead,
+    ConstantA16W8,
+    ConstantMX,
+    Generator,
+    Hold,
+    Plain,
+    Size,
+)
+from fp8fn.bench.served import PROMPT, SERVED, Served, counts
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
 from fp8fn.timing import Clock, clock_of
 
 WAYS: Final[Mapping[str, Hold]] = {
-    "bf16": Plain, "A16W8": A16W8, "A16W8, constant": ConstantA16W8, "MX": MX, "MX, constant": ConstantMX,
+    "bf16": Plain, "A16W8": A16W8, "A16W8 + head": A16W8WithHead, "A16W8, constant": ConstantA16W8, "MX": MX,
+    "MX, constant": ConstantMX,
 }  # fmt: skip
-BATCHES: Final = (1, 4, 16)
-PROMPT: Final = 16
+BATCHES: Final = (1, 8, 32, 64)
 # The noise of all layers adds up in the logits: the bar is lower than for one product.
 SNR_BAR_DB: Final = 15.0
 # Largest gap, in units of the noise in a difference of two logits.
@@ -83,7 +102,8 @@ class Row:
     def wrong(self) -> bool:
         """Whether a bar is missed, the step was compiled more than once, or the step on a GPU is no CUDA graph."""
         near = self.gap <= gap_bar(self.snr_db)
-        return not (self.snr_db >= SNR_BAR_DB and near and self.compiled == 1 and not self.skipped)
+        graphs = SERVED[self.way].graphs if self.way in SERVED else 1
+        return not (self.snr_db >= SNR_BAR_DB and near and 1 <= self.compiled <= graphs and not self.skipped)
 
 
 def gap_bar(snr_db: float) -> float:
@@ -108,21 +128,22 @@ class Loop:
         self.counts += counts() - before
         return self.generator.tokens[:, : steps + 1]
 
+    def seconds(self, prompt: Tensor, steps: int, clock: Clock) -> float:
+        """Wall seconds of a step. The host waits for the device once all steps are enqueued."""
+        clock.synchronize()
+        start = time.perf_counter()
+        self.generate(prompt, steps)
+        clock.synchronize()
+        return (time.perf_counter() - start) / steps
+
+    def weight_bytes(self) -> int:
+        return self.generator.weight_bytes()
+
     def logits(self, tokens: Tensor, steps: int, step: Step | None = None) -> Tensor:
         """Logits `(steps, B, vocabulary)` after each of the first tokens, by `step` (default: the compiled one)."""
         step = step or self.step
         self.generator.start(tokens)
         return torch.stack([step().clone() for _ in range(steps)])
-
-
-def counts() -> Counter[str]:
-    """torch.compile's counters: graphs made, graphs outside CUDA graphs, and tensors that CUDA graphs copy."""
-    stats, inductor = (torch._dynamo.utils.counters[name] for name in ("stats", "inductor"))
-    return Counter(
-        compiled=stats["unique_graphs"],
-        skipped=inductor["cudagraph_skips"],
-        copied=inductor["cudagraph_recorded_non_static_inputs"],
-    )
 
 
 def prompts(size: Size, batch: int, device: torch.device) -> Tensor:
@@ -139,37 +160,47 @@ def agreement(eager: Tensor, tokens: Tensor) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def measure(size: Size, batch: int, steps: int, rounds: int, clock: Clock) -> list[Row]:
-    """A row for each format, from loops of `steps` steps with `batch` sequences."""
+def measure(
+    size: Size, batch: int, steps: int, rounds: int, clock: Clock, ways: Sequence[str] = tuple(WAYS)
+) -> list[Row]:
+    """A row for each of `ways`, bf16 among them, from loops of `steps` steps with `batch` sequences."""
     torch.compiler.reset()
-    loops = {way: Loop(way, size, batch, steps + 1, clock.device) for way in WAYS}
+    loops: dict[str, Loop | Served] = {
+        way: (Loop if way in WAYS else Served)(way, size, batch, steps + 1, clock.device) for way in ways
+    }
     prompt = prompts(size, batch, clock.device)
     clock.synchronize()  # `constant` promises that the weights are written before the first product
     for loop in loops.values():
-        loop.generate(prompt, 4)  # compiles, and records a CUDA graph
+        # Compiles, and records a CUDA graph. transformers' cache is as long as its longest call.
+        loop.generate(prompt, steps if isinstance(loop, Served) else 4)
     seconds = _timed_in_turns(loops, prompt, steps, rounds, clock)
 
     compared = min(steps, _COMPARED)
     plain = loops["bf16"]
+    assert isinstance(plain, Loop)
     given = plain.generate(prompt, steps).clone()
     bf16 = plain.logits(given, compared, plain.generator).flatten(0, 1)
     rows = []
     for way, loop in loops.items():
-        tokens = loop.generate(prompt, steps).clone()
-        eager = loop.logits(tokens, compared, loop.generator)[PROMPT - 1 :]
-        same, gap = agreement(eager, tokens.T[PROMPT : compared + 1])
-        found = snr_db(bf16, loop.logits(given, compared).flatten(0, 1))
+        if isinstance(loop, Served):
+            logits, reference, eager, made = loop.compared(prompt, compared)
+        else:
+            tokens = loop.generate(prompt, steps).clone()
+            eager = loop.logits(tokens, compared, loop.generator)[PROMPT - 1 :]
+            made = tokens.T[PROMPT : compared + 1]
+            logits, reference = loop.logits(given, compared).flatten(0, 1), bf16
+        same, gap = agreement(eager, made)
         first, middle, third = statistics.quantiles(seconds[way], n=4, method="inclusive")
         rows.append(
             Row(
                 batch=batch,
                 way=way,
-                ms=1e3 * middle / steps,
-                ms_q1=1e3 * first / steps,
-                ms_q3=1e3 * third / steps,
-                tokens_s=batch * steps / middle,
-                weight_bytes=loop.generator.weight_bytes(),
-                snr_db=found,
+                ms=1e3 * middle,
+                ms_q1=1e3 * first,
+                ms_q3=1e3 * third,
+                tokens_s=batch / middle,
+                weight_bytes=loop.weight_bytes(),
+                snr_db=snr_db(reference, logits),
                 as_eager=same,
                 gap=gap,
                 compiled=loop.counts["compiled"],
@@ -181,9 +212,9 @@ def measure(size: Size, batch: int, steps: int, rounds: int, clock: Clock) -> li
 
 
 def _timed_in_turns(
-    loops: Mapping[str, Loop], prompt: Tensor, steps: int, rounds: int, clock: Clock
+    loops: Mapping[str, Loop | Served], prompt: Tensor, steps: int, rounds: int, clock: Clock
 ) -> dict[str, list[float]]:
-    """Wall seconds of each loop in each round. The host waits for the device once all steps are enqueued."""
+    """Seconds of a step of each loop in each round."""
     seconds: dict[str, list[float]] = {way: [] for way in loops}
     order = list(loops)
     shuffle = random.Random(0).shuffle
@@ -191,28 +222,30 @@ def _timed_in_turns(
     for _ in range(rounds):
         shuffle(order)
         for way in order:
-            clock.synchronize()
-            start = time.perf_counter()
-            loops[way].generate(prompt, steps)
-            clock.synchronize()
-            seconds[way].append(time.perf_counter() - start)
+            seconds[way].append(loops[way].seconds(prompt, steps, clock))
     return seconds
 
 
 def table(run: dict[str, Any]) -> str:
-    """A line for each number of sequences and format: tokens/s, speedup over bf16, time and bytes of a step, SNR."""
+    """A line for each number of sequences and format: tokens/s, speedup over bf16, time and bytes of a step, SNR.
+
+    Lines of transformers also say how their tokens/s compare with those of the loop with the same weights.
+    """
     rows = [Row(**row) for row in run["results"]["rows"]]
+    served = any(row.way in SERVED for row in rows)
     lines = []
     for row in rows:
-        bf16 = next(other for other in rows if other.batch == row.batch and other.way == "bf16")
+        ms = {other.way: other.ms for other in rows if other.batch == row.batch}
+        loop = ms.get(SERVED[row.way].loop) if row.way in SERVED else None
+        of_loop = [tables.number(loop and loop / row.ms, "{:.2f}x")] if served else []
         rate = row.weight_bytes / row.ms / 1e9
         read = tables.rate(row.weight_bytes / 1e9), tables.rate(rate)
         right = f"{row.snr_db:.1f}", f"{100 * row.as_eager:.1f} %"
-        over = f"{bf16.ms / row.ms:.2f}x"
-        lines.append([str(row.batch), row.way, f"{row.tokens_s:.0f}", over, f"{row.ms:.3f}", *read, *right])
+        over = f"{ms['bf16'] / row.ms:.2f}x"
+        lines.append([str(row.batch), row.way, f"{row.tokens_s:.0f}", over, *of_loop, f"{row.ms:.3f}", *read, *right])
     headers = (
-        "sequences", "weights", "tokens/s", "speedup over bf16", "ms a step", "GB of weights", "TB/s",
-        "SNR of logits, dB", "as eager",
+        "sequences", "weights", "tokens/s", "speedup over bf16", *(["of the loop's"] if served else []), "ms a step",
+        "GB of weights", "TB/s", "SNR of logits, dB", "as eager",
     )  # fmt: skip
     return "\n".join([tables.markdown(lines, headers, left=1), "", tables.provenance(run)])
 
@@ -232,13 +265,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     rows: list[Row] = []
     for batch in args.batch or BATCHES:
-        found = measure(size, batch, args.steps, args.rounds, clock)
+        found = measure(size, batch, args.steps, args.rounds, clock, args.ways)
         gc.collect()
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
         for row in found:
             print(
-                f"{row.batch:3} x {row.way:15} {row.tokens_s:10.1f} tokens/s  {row.ms:8.3f} ms a step"
+                f"{row.batch:3} x {row.way:18} {row.tokens_s:10.1f} tokens/s  {row.ms:8.3f} ms a step"
                 f" ({row.ms_q1:.3f} to {row.ms_q3:.3f})  SNR {row.snr_db:5.1f} dB  as eager {row.as_eager:.1%}"
                 f" (gap {row.gap:.3f})  copied {row.copied}{'  WRONG' if row.wrong else ''}",
                 flush=True,
@@ -256,6 +289,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "bench generate",
         __doc__,
         "",
+        "--batch 1 --ways A16W8 'A16W8 + head' 'transformers A16W8'",
         "--size tiny --device cpu",
         epilog="Exit status 1 where logits or tokens miss their bar, or where the loop compiled more than once.",
     )
@@ -266,8 +300,13 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         type=options.positive,
         metavar="B",
         action="append",
-        help="sequences; repeatable (default: 1, 4 and 16)",
+        help="sequences; repeatable (default: 1, 8, 32 and 64)",
     )
+    parser.add_argument(
+        "--ways", nargs="+", choices=(*WAYS, *SERVED), metavar="WAY",
+        help=f"ways to measure beside bf16, of {', '.join(map(repr, (*WAYS, *SERVED)))} (default: all but the last, "
+        "and those of transformers where it is installed)",
+    )  # fmt: skip
     parser.add_argument(
         "--steps", type=options.positive, metavar="T", help="tokens of a loop (default: 255, on a CPU 31)"
     )
@@ -277,10 +316,14 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_device(parser)
     options.add_json(parser)
     args = parser.parse_args(argv)
-    options.check_machine(parser, args.device, ("tabulate",))
+    if not args.ways:
+        args.ways = [*WAYS, *(way for way in SERVED if not SERVED[way].on_request and find_spec("transformers"))]
+    args.ways = list(dict.fromkeys(("bf16", *args.ways)))
+    served = any(way in SERVED for way in args.ways)
+    options.check_machine(parser, args.device, ("tabulate", "transformers") if served else ("tabulate",))
     cuda = args.device.type == "cuda"
     args.size = args.size or ("8b" if cuda else "tiny")
     args.steps = args.steps or (255 if cuda else 31)
-    if args.steps < PROMPT:
-        parser.error(f"--steps {args.steps} is less than the prompt's {PROMPT} tokens")
+    if args.steps <= PROMPT:
+        parser.error(f"--steps {args.steps} is not more than the prompt's {PROMPT} tokens")
     return args

@@ -7,7 +7,6 @@ of modules, which torch.compile reads in place, as it reads parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Final, cast
 
@@ -49,6 +48,7 @@ class Plain(nn.Module):
     """`x (B, K) @ weight (N, K)ᵀ`, both of one dtype."""
 
     weight: Tensor
+    holds_head: ClassVar[bool] = False
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -63,6 +63,8 @@ class Quantized(nn.Module):
 
     block: ClassVar[Block]
     format: ClassVar[ScaleFormat]
+    # Whether the head's weight is quantized, too.
+    holds_head: ClassVar[bool] = False
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -76,6 +78,12 @@ class A16W8(Quantized):
 
     def forward(self, x: Tensor) -> Tensor:
         return fp8fn.gemm(x, self.weight.mT)
+
+
+class A16W8WithHead(A16W8):
+    """`A16W8`, of the head too."""
+
+    holds_head = True
 
 
 class ConstantA16W8(A16W8):
@@ -102,7 +110,7 @@ class ConstantMX(MX):
 
 
 # Makes the module that holds a linear layer's weight.
-Hold = Callable[[Tensor], nn.Module]
+Hold = type[Plain] | type[Quantized]
 
 
 class Weights:
@@ -200,8 +208,8 @@ class Generator(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(weights.one(size.vocabulary, size.hidden, 1.0))
         self.layers = nn.ModuleList(Layer(size, hold, weights, batch, context) for _ in range(size.layers))
         self.norm = weights.norm(size.hidden)
-        # Embedding and head stay in `dtype`, as in published FP8 checkpoints.
-        self.head = Plain(weights.linear(size.vocabulary, size.hidden))
+        # Embedding and head stay in `dtype`, as in published FP8 checkpoints, unless `hold` takes the head.
+        self.head = (hold if hold.holds_head else Plain)(weights.linear(size.vocabulary, size.hidden))
         cos, sin = rotary_table(context, size.head, theta=500_000.0)
         buffers = {
             "cos": cos.to(device, dtype),

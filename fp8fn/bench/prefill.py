@@ -36,7 +36,7 @@ from fp8fn.bench.accuracy import snr_db
 from fp8fn.bench.generate import SNR_BAR_DB
 from fp8fn.bench.train import attention, kinds, variants
 from fp8fn.bench.train.command import tokens_shape
-from fp8fn.bench.train.models import SIZES, Size, batches, build
+from fp8fn.bench.train.models import SIZES, Size, batches, build, stored_bytes, weight_bytes
 from fp8fn.bench.train.variants import BF16, UnavailableError
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
@@ -207,26 +207,12 @@ class Forward:
             torch.cuda.synchronize(self.setting.device)
 
 
-def stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; of a wrapper, as a weight with scales is, those of the tensors inside."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return tensor.nbytes
-    return sum(stored_bytes(getattr(tensor, name)) for name in flatten()[0])
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of weights and scales that a forward reads whole: all but the embedding's."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return sum(stored_bytes(weight) for weight in model.parameters() if id(weight) not in embeddings)
-
-
-# Each variant is a graph of the same forward, and Dynamo keeps eight of one function.
-@torch._dynamo.config.patch(recompile_limit=4 * len(VARIANTS))
 @torch.no_grad()
 def measure(setting: Setting, wanted: Sequence[str], rounds: int, clock: Clock, profile: bool = False) -> list[Row]:
     """A row for each variant. `bf16` is always built, for its logits."""
     attention.register()
+    # Each variant is a graph of the same forward, and Dynamo keeps eight of one function.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(VARIANTS))
     (given,) = batches(setting.size, setting.batch, setting.sequence, 1)
     given = given.to(setting.device)
     bf16 = Forward(setting, BF16, given)

@@ -94,5 +94,19 @@ def peak_rate(device_name: str) -> float | None:
     return 989.4e12 if sxm and "NVL" not in device_name else None
 
 
+def stored_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor; of a wrapper, as a weight with scales is, those of the tensors inside."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.nbytes
+    return sum(stored_bytes(getattr(tensor, name)) for name in flatten()[0])
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of weights and scales that a forward reads whole: all but the embedding's."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return sum(stored_bytes(weight) for weight in model.parameters() if id(weight) not in embeddings)
+
+
 def as_json(size: Size) -> dict[str, int]:
     return dict(asdict(size).items())
