@@ -10,8 +10,8 @@ fills no cache. The embedding and the head stay in bf16.
 - Inductor compiles these as it compiles bf16. With `,backend=fp8fn` at the end of its name, a variant is compiled by
   `backend="fp8fn"`, which also fuses the quantizers of activations into norms and into `silu(gate) * up`.
 - `torchao:dynamic-rowwise` and `torchao:dynamic-tensorwise` are `quantize_` with
-  Float8DynamicActivationFloat8WeightConfig, compiled with the settings of Inductor that torchao recommends. Their
-  products accumulate fast.
+  Float8DynamicActivationFloat8WeightConfig. Their products accumulate fast. Inductor compiles them as it compiles
+  bf16, without the coordinate descent that torchao recommends, which takes minutes.
 
 All variants compile in one process and take turns. A time is the device's, a median over the turns. SNR compares the
 logits with those of eager bf16 with the same weights before they were quantized.
@@ -45,12 +45,6 @@ from fp8fn.weights.quantize import quantize_weights
 
 # Ends the name of a variant that fp8fn's backend compiles.
 _BY_FP8FN: Final = ",backend=fp8fn"
-# What torchao's `set_inductor_config=True`, its default, would set for every model of the process.
-_OPTIONS_OF_TORCHAO: Final = {
-    "coordinate_descent_tuning": True,
-    "coordinate_descent_check_all_directions": True,
-    "force_fuse_int_mm_with_mul": True,
-}
 _BURST_MS: Final = 100.0
 
 Quantize = Callable[[nn.Module], object]
@@ -155,7 +149,6 @@ class Forward:
             self.model,
             dynamic=False,
             backend="fp8fn" if variant.endswith(_BY_FP8FN) else "inductor",
-            options=dict(_OPTIONS_OF_TORCHAO) if variant.startswith("torchao:") else None,
         )
 
     def __call__(self) -> Tensor:
@@ -303,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device: torch.device = args.device
     size = dataclasses.replace(SIZES[args.size], **({"layers": args.layers} if args.layers else {}))
     batch, sequence = args.tokens
-    if device.type == "cuda":
+    if device.index is not None:
         torch.cuda.set_device(device)
     kernel, found = attention.DEFAULT, {}
     if device.type == "cuda":

@@ -109,7 +109,7 @@ def test_the_product_on_a_gpu(block: Block) -> None:
     x = torch.randn(2, 2048, 4224, device="cuda", dtype=BF16)
     bias = torch.randn(2304, device="cuda", dtype=BF16)
     exact = w.dequantize(FP32)
-    rows = exact.square().mean(-1, keepdim=True).rsqrt()
+    rows = exact.square().mean(-1, keepdim=True).rsqrt().nan_to_num(posinf=0)  # under one scale small rows vanish
     for given in (None, bias):
         for _ in range(2):  # planned, and kept
             found = fp8fn.gemm(x, w.mT, bias=given)

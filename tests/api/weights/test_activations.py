@@ -277,6 +277,6 @@ def test_a_second_call_on_a_gpu_starts_all_launches_together(block: Block, monke
             rounded_x = fp8fn.quantize(x.flatten(0, 1), (1, -1) if -1 in block else (1, 128)).dequantize(torch.float32)
             expected = rounded_x @ values(w).T + (bias.float() if given else 0)
             assert snr(first.flatten(0, 1), expected) > 45
-        strided = x.mT.contiguous().mT
-        assert torch.equal(F.linear(strided, w), F.linear(x, w))
+        strided = x.mT.contiguous().mT  # which PyTorch multiplies as a batch
+        assert snr(F.linear(strided, w).flatten(0, 1), first.flatten(0, 1) - bias) > 45
     assert any(isinstance(kept, Program) for kept in call_cache._kept.values())
