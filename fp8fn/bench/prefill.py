@@ -325,7 +325,7 @@ def names(text: str) -> list[str]:
     found = list(dict.fromkeys(text.split()))
     unknown = [name for name in found if name not in VARIANTS]
     if unknown or not found:
-        raise argparse.ArgumentTypeError(f"{' '.join(unknown) or text!r}: use some of {' '.join(VARIANTS)}")
+        raise argparse.ArgumentTypeError(f"{(*unknown, text)[0]!r}: use some of {' '.join(VARIANTS)}")
     return found
 
 

@@ -83,7 +83,8 @@ class Served:
 
     def generate(self, prompt: Tensor, steps: int) -> Tensor:
         """The tokens `(B, steps + 1)` after `prompt (B, PROMPT)`, as many as a loop of `steps` steps makes."""
-        return self._generate(prompt, steps + 1 - PROMPT)
+        tokens: Tensor = self._generate(prompt, steps + 1 - PROMPT)
+        return tokens
 
     def _generate(self, prompt: Tensor, new_tokens: int, **options: Any) -> Any:
         before = counts()

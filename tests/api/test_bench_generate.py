@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from fp8fn import cli
 from fp8fn.bench import generate, record
 from fp8fn.bench.accuracy import snr_db
 from fp8fn.bench.generate import PROMPT, WAYS, Loop, Row, agreement, prompts
-from fp8fn.bench.llama import A16W8, MX, SIZES, Generator, Plain, Quantized
+from fp8fn.bench.llama import A16W8, MX, SIZES, A16W8WithHead, Generator, Plain, Quantized
+from fp8fn.bench.served import SERVED, Served
 from fp8fn.demo.model import rotary_table, rotate
+from fp8fn.timing import clock_of
 
 CPU = torch.device("cpu")
 SIZE = replace(SIZES["tiny"], layers=1)
@@ -67,7 +69,7 @@ def whole(model: Any, sequences: Tensor) -> Tensor:
     return by(model.head, model.norm(x))
 
 
-@pytest.mark.parametrize("hold", [Plain, A16W8])
+@pytest.mark.parametrize("hold", [Plain, A16W8, A16W8WithHead])
 def test_a_step_gives_the_logits_of_whole_sequences(hold: Any) -> None:
     model = Generator(SIZES["tiny"], hold, BATCH, CONTEXT, CPU, torch.float32)
     given = tokens(CONTEXT)
@@ -97,7 +99,9 @@ def test_the_compiled_loop_makes_the_tokens_of_the_eager_one() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(("hold", "ops"), [(A16W8, {"mm_a16w8": 4}), (MX, {"mx_mm": 4, "quantize": 4})])
+@pytest.mark.parametrize(
+    ("hold", "ops"), [(A16W8, {"mm_a16w8": 4}), (A16W8WithHead, {"mm_a16w8": 5}), (MX, {"mx_mm": 4, "quantize": 4})]
+)
 def test_the_graph_reads_weights_where_they_lie(hold: Any, ops: dict[str, int]) -> None:
     """The graph has one op for each product, on views of its inputs, so that a CUDA graph copies none of them."""
     from torch._inductor.compile_fx import compile_fx
@@ -119,7 +123,7 @@ def test_the_graph_reads_weights_where_they_lie(hold: Any, ops: dict[str, int]) 
     for node in nodes:
         if node.target._opname == "quantize":
             continue
-        at = 1 if hold is A16W8 else 2
+        at = 2 if hold is MX else 1
         for weight in node.args[at : at + 2]:
             assert weight.target is torch.ops.aten.permute.default
             assert weight.args[0].op == "placeholder"
@@ -140,6 +144,7 @@ def test_the_bytes_of_weights() -> None:
     assert sizes["bf16"] == head + 2 * products
     assert sizes["A16W8"] == head + products + 4 * products // 128**2
     assert sizes["MX"] == head + products + products // 32
+    assert sizes["A16W8 + head"] == (head + 2 * products) // 2 + 4 * (head // 2 + products) // 128**2
     assert sizes["A16W8, constant"] == sizes["A16W8"]
     assert sizes["MX, constant"] == sizes["MX"]
 
@@ -159,28 +164,104 @@ def test_what_is_wrong(change: dict[str, Any], wrong: bool) -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # Inductor's own, which keeps a pool of memory alive
 def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"
+    pytest.importorskip("transformers")
     argv = ["bench", "generate", "--device", "cpu", "--layers", "1", "--batch", "2", "--steps", "20", "--rounds", "2"]
     assert cli.main([*argv, "--json", str(path)]) == 0
     run = record.read(path)
     assert run["results"]["size"]["layers"] == 1
     rows = {row["way"]: Row(**row) for row in run["results"]["rows"]}
-    assert list(rows) == ["bf16", "A16W8", "A16W8, constant", "MX", "MX, constant"]
+    assert list(rows) == [*WAYS, "transformers bf16", "transformers A16W8"]
     for row in rows.values():
         assert row.tokens_s == pytest.approx(2e3 / row.ms)
         assert row.ms_q1 <= row.ms <= row.ms_q3
+        assert row.as_eager > 0.8
         assert (row.compiled, row.skipped) == (1, 0)
     assert rows["bf16"].snr_db > 38  # compiled, it rounds less often
     assert rows["A16W8"].snr_db > 24
     assert rows["MX"].snr_db > 20
+    assert rows["A16W8"].snr_db > rows["A16W8 + head"].snr_db > 22
+    assert rows["transformers bf16"].snr_db > 38
+    assert rows["transformers A16W8"].snr_db > 24
     table = generate.table(run)
     assert capsys.readouterr().out.endswith(f"\n{table}\n")
     assert f"{rows['bf16'].ms / rows['MX'].ms:.2f}x" in table
+    (line,) = [line for line in table.splitlines() if "| transformers A16W8 " in line]
+    assert [cell.strip() for cell in line.split("|")][5] == f"{rows['A16W8'].ms / rows['transformers A16W8'].ms:.2f}x"
+
+
+def row_of(way: str, ms: float) -> dict[str, Any]:
+    return asdict(Row(batch=1, way=way, ms=ms, ms_q1=ms, ms_q3=ms, tokens_s=1e3 / ms, weight_bytes=10**9, snr_db=22.0,
+                      as_eager=1.0, gap=0.0, compiled=1, skipped=0, copied=0))  # fmt: skip
+
+
+def test_the_table_compares_transformers_with_the_loop() -> None:
+    """A run without transformers has no such column, as runs of earlier versions."""
+    rows = [row_of("bf16", 2.0), row_of("A16W8", 1.0)]
+    run = record.make("generate", {"rows": rows})
+    assert "of the loop's" not in generate.table(run)
+    run["results"]["rows"] = [*rows, row_of("transformers A16W8", 1.25), row_of("transformers bf16", 2.5)]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in generate.table(run).splitlines()[:6]]
+    assert lines[0][3:5] == ["speedup over bf16", "of the loop's"]
+    assert [line[3:5] for line in lines[2:]] == [["1.00x", ""], ["2.00x", ""], ["1.60x", "0.80x"], ["0.80x", "0.80x"]]
+
+
+# --- transformers' generate
+
+
+def greedy(model: Any, prompt: Tensor, new_tokens: int) -> Tensor:
+    """The likeliest tokens, each by a forward of the whole sequence in eager, without a cache."""
+    tokens = prompt
+    for _ in range(new_tokens):
+        logits = type(model).forward(model, input_ids=tokens, use_cache=False).logits[:, -1]
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
+    return tokens
+
+
+@pytest.mark.slow(but="transformers A16W8")
+@pytest.mark.parametrize("way", SERVED)
+def test_generate_of_transformers_compiles_once_and_makes_eager_tokens(way: str) -> None:
+    """In float32, where rounding decides no token; calls of other lengths and a second prompt compile nothing."""
+    pytest.importorskip("transformers")
+    served = Served(way, replace(SIZE, kv_heads=4), BATCH, CONTEXT, CPU)
+    served.model.float()
+    held = [p for p in served.model.parameters() if isinstance(p, fp8fn.FP8Weight)]
+    assert len(held) == (0 if way == "transformers bf16" else 7)
+    steps = CONTEXT - 1
+    first = prompts(SIZE, BATCH, CPU)
+    for prompt in (first, first.flip(0)):
+        made = served.generate(prompt, steps)
+        assert torch.equal(made, greedy(served.model, prompt, CONTEXT - PROMPT))
+    served.seconds(first, steps, clock_of(CPU))
+    assert served.counts["compiled"] == SERVED[way].graphs
+
+
+def test_logits_of_transformers_are_compared_after_the_same_tokens() -> None:
+    pytest.importorskip("transformers")
+    served = Served("transformers A16W8", replace(SIZE, kv_heads=4), BATCH, CONTEXT, CPU)
+    logits, reference, eager, made = served.compared(prompts(SIZE, BATCH, CPU), CONTEXT - 1)
+    assert logits.shape == reference.shape == ((CONTEXT - PROMPT) * BATCH, SIZE.vocabulary)
+    assert eager.shape == (CONTEXT - PROMPT, BATCH, SIZE.vocabulary)
+    assert torch.equal(logits.argmax(-1), made.flatten())
+    assert snr_db(eager.flatten(0, 1), logits) > 38
+    assert 24 < snr_db(reference, logits) < 36
+    same, gap = agreement(eager, made)
+    assert same > 0.9
+    assert gap < generate.gap_bar(38)
+
+
+def test_the_first_token_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of 16 tokens takes 100 s and one of the first token 10 s: each of the 15 others took 6 s."""
+    served = object.__new__(Served)
+    times = {1: 10.0, 16: 100.0}
+    monkeypatch.setattr(served, "_seconds", lambda prompt, new_tokens, clock: times[new_tokens], raising=False)
+    assert served.seconds(torch.empty(0), 31, clock_of(CPU)) == 6.0
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--device", "cpu", "--steps", "9"), "less than the prompt's 16 tokens"),
+        (("--device", "cpu", "--steps", "16"), "--steps 16 is not more than the prompt's 16 tokens"),
+        (("--ways", "A16W4"), "invalid choice: 'A16W4'"),
         (("--batch", "0"), "not a positive whole number"),
     ],
 )
