@@ -20,6 +20,7 @@ from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.ops.activations import check_activations
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
 from fp8fn.ops.groups import ROWS, STEP, check_ends
+from fp8fn.ops.kinds import kind_of, with_article
 from fp8fn.ops.layout import WHOLE, known_block, unknown_block
 from fp8fn.scaled_tensor import ScaledTensor
 
@@ -130,7 +131,7 @@ def activations(op: str, name: str, value: object) -> None:
 def floats(op: str, name: str, value: object) -> None:
     """A floating-point tensor of 16 or 32 bits."""
     if isinstance(value, (ScaledTensor, GroupedScaledTensor)):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}, in FP8 already; use a tensor of {_FLOATS}")
+        raise TypeError(f"{op}: {name} is {kind_of(value)}, in FP8 already; use a tensor of {_FLOATS}")
     _strided(op, name, value, "a tensor")
     assert isinstance(value, Tensor)
     _floats(op, name, value)
@@ -149,7 +150,7 @@ def bias(op: str, name: str, value: object) -> None:
         return
     if isinstance(value, (int, float)):
         remedy = f"use a tensor of shape (N,), torch.full((N,), {value}) for one, or add it to the result"
-        raise TypeError(f"{op}: {name}={value} is a {type(value).__name__}; {remedy}")
+        raise TypeError(f"{op}: {name}={value} is {kind_of(value)}; {remedy}")
     floats(op, name, value)
 
 
@@ -166,7 +167,7 @@ def counts(op: str, name: str, value: object, counted: str = "rows") -> None:
     """The number of rows of each expert."""
     if isinstance(value, (list, tuple)):
         remedy = f"use torch.tensor({name}, dtype=torch.int32), on the device of the {counted}"
-        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; {remedy}")
+        raise TypeError(f"{op}: {name}={_short(value)} is {kind_of(value)}; {remedy}")
     _strided(op, name, value, "a tensor of torch.int32")
 
 
@@ -175,7 +176,7 @@ def quantized(op: str, name: str, value: object) -> None:
     if isinstance(value, ScaledTensor):
         return
     remedy = "use a ScaledTensor, as fp8fn.quantize returns it"
-    raise TypeError(f"{op}: {name} is a {type(value).__name__}; {remedy}, or ScaledTensor(data, scale, block)")
+    raise TypeError(f"{op}: {name} is {kind_of(value)}; {remedy}, or ScaledTensor(data, scale, block)")
 
 
 def any_quantized(op: str, name: str, value: object) -> None:
@@ -193,7 +194,7 @@ def tokens_block(op: str, name: str, value: object) -> None:
     """The block of tokens in groups: a number."""
     remedy = f"use {ROWS}, {STEP}, or {WHOLE} for all tokens of a group"
     if not isinstance(value, int):
-        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; {remedy}")
+        raise TypeError(f"{op}: {name}={_short(value)} is {kind_of(value)}; {remedy}")
     if value not in (ROWS, STEP, WHOLE):
         raise ValueError(f"{op}: {name}={value} is not a block of grouped tokens; {remedy}")
 
@@ -218,12 +219,12 @@ def scale(op: str, name: str, value: object) -> None:
 
 def flag(op: str, name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use True or False")
+        raise TypeError(f"{op}: {name}={_short(value)} is {kind_of(value)}; use True or False")
 
 
 def epsilon(op: str, name: str, value: object) -> None:
     if not isinstance(value, (int, float)):
-        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use a float, 1e-6 for one")
+        raise TypeError(f"{op}: {name}={_short(value)} is {kind_of(value)}; use a float, 1e-6 for one")
     if not 0 <= value < math.inf:
         raise ValueError(f"{op}: {name}={value} is not finite and at least 0; use a small float, 1e-6 for one")
 
@@ -231,14 +232,14 @@ def epsilon(op: str, name: str, value: object) -> None:
 def count(op: str, name: str, value: object) -> None:
     """A positive number."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use an int, 1 at least")
+        raise TypeError(f"{op}: {name}={_short(value)} is {kind_of(value)}; use an int, 1 at least")
     if value < 1:
         raise ValueError(f"{op}: {name}={value} is under 1; use an int, 1 at least")
 
 
 def function(op: str, name: str, value: object) -> None:
     if not callable(value):
-        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use a function or a module")
+        raise TypeError(f"{op}: {name}={_short(value)} is {kind_of(value)}; use a function or a module")
 
 
 def product_of(left: str, right: str, *, transposed: bool) -> Together:
@@ -270,7 +271,7 @@ def _strided(op: str, name: str, value: object, wanted: str) -> None:
             raise TypeError(f"{op}: {name} is None; use {wanted}")
         made = f"torch.from_numpy({name})" if kind == "ndarray" else f"torch.tensor({name})"
         remedy = f", {made} for one" if kind in ("ndarray", "list", "tuple", "int", "float") else ""
-        raise TypeError(f"{op}: {name} is a {kind}; use {wanted}{remedy}")
+        raise TypeError(f"{op}: {name} is {with_article(kind)}; use {wanted}{remedy}")
     if value.is_nested:
         remedy = f"use {name}.to_padded_tensor(0.0), or a call for each of {name}.unbind()"
         raise TypeError(f"{op}: {name} is a nested tensor, of layout {value.layout}; {remedy}")

@@ -12,6 +12,7 @@ from fp8fn.arguments import checked
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.ops.gemm import as_autocast
 from fp8fn.ops.grouped_gemm import check_batch
+from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, check_grouped, recipe_key
 from fp8fn.scaled_tensor import ScaledTensor
 
@@ -87,7 +88,7 @@ def grouped_gemm(
     if isinstance(a, Tensor) and isinstance(b, ScaledTensor):
         return _weight_product(a, b, offsets, bias, out_dtype)
     raise TypeError(
-        f"grouped_gemm: a is a {type(a).__name__} and b a {type(b).__name__}; use two tensors, two ScaledTensors, two "
+        f"grouped_gemm: a is {kind_of(a)} and b {kind_of(b)}; use two tensors, two ScaledTensors, two "
         "GroupedScaledTensors, or a tensor a and a ScaledTensor b"
     )
 
@@ -148,7 +149,7 @@ def _counted_product(
         out = torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype, counts)
         return out
     raise TypeError(
-        f"grouped_gemm: a is a {type(a).__name__} and b a {type(b).__name__}; with counts use two tensors or two "
+        f"grouped_gemm: a is {kind_of(a)} and b {kind_of(b)}; with counts use two tensors or two "
         "ScaledTensors, such as fp8fn.quantize(a, (1, 128)) beside fp8fn.quantize(b, (128, 128))"
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8fn.ops import reference
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
 from fp8fn.ops.groups import ROWS, STEP, spread_blocks, spread_rows
+from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.layout import WHOLE, moved
 from fp8fn.scaled_tensor import Stored, check_device, check_parts, register_pytree
 
@@ -114,7 +115,7 @@ def _check(q: GroupedScaledTensor) -> None:
     for field in ("axis", "block", "size"):
         value = getattr(q, field)
         if not isinstance(value, (int, torch.SymInt)):
-            raise TypeError(f"{name}: {field}={value!r} is a {type(value).__name__}; use an int")
+            raise TypeError(f"{name}: {field}={value!r} is {kind_of(value)}; use an int")
     if q.axis not in (0, 1):
         raise ValueError(f"{name}: axis={q.axis} is none of a matrix; use 0 for groups of rows, 1 for columns")
     if q.block not in (ROWS, STEP, WHOLE):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.formats import SCALE_DTYPES, fp8_max, short_name
+from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.layout import Block, known_block, moved, swap, unknown_block
 from fp8fn.ops.scaled_mm import check_operand
 from fp8fn.ops.torch_private.core import pytree
@@ -280,7 +281,7 @@ def check_device(name: str, device: object) -> None:
     """Raises TypeError for an object that is no device, such as a dtype."""
     if not isinstance(device, (torch.device, str, int)):
         remedy = "use a torch.device or its name; fp8fn.dequantize(q, dtype) gives another type"
-        raise TypeError(f"{name}: device={device!r} is a {type(device).__name__}; {remedy}")
+        raise TypeError(f"{name}: device={device!r} is {kind_of(device)}; {remedy}")
 
 
 def check_parts(name: str, **parts: object) -> None:
@@ -289,7 +290,7 @@ def check_parts(name: str, **parts: object) -> None:
     for part, value in parts.items():
         if not isinstance(value, Tensor) and (some or not isinstance(value, (int, type(None)))):
             remedy = f"use tensors for {' and '.join(parts)}, or ints and None for all, as in_dims of torch.vmap"
-            raise TypeError(f"{name}: {part}={reprlib.repr(value)} is a {type(value).__name__}; {remedy}")
+            raise TypeError(f"{name}: {part}={reprlib.repr(value)} is {kind_of(value)}; {remedy}")
 
 
 def _entry(entry: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from fp8fn import arguments
 from fp8fn.contraction import Product, as_product
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.kinds import kind_of, with_article
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.ops.sharded import plain_of
 from fp8fn.ops.torch_private.core import is_traceable_wrapper_subclass, linear
@@ -71,14 +72,14 @@ def fp8(fn: Callable[P, R], *, recipe: Recipe | str = BLOCKWISE, where: Where = 
         if isinstance(out, (GeneratorType, CoroutineType, AsyncGeneratorType)):
             if not isinstance(out, AsyncGeneratorType):
                 out.close()  # otherwise Python warns that nothing awaited it
-            raise TypeError(_LATER.format(name=_name(fn), kind=type(out).__name__))
+            raise TypeError(_LATER.format(name=_name(fn), kind=kind_of(out)))
         return out
 
     return transformed
 
 
 _LATER: Final = (
-    "fp8: fn={name} returns a {kind}, whose body runs after fp8 has ended; transform the function that computes one "
+    "fp8: fn={name} returns {kind}, whose body runs after fp8 has ended; transform the function that computes one "
     "item, or awaits nothing, and call that inside"
 )
 
@@ -92,7 +93,7 @@ def _check_at_once(fn: Callable[..., Any]) -> None:
         ("async_generator", inspect.isasyncgenfunction),
     ):
         if is_of(fn) or is_of(called):
-            raise TypeError(_LATER.format(name=_name(fn), kind=kind))
+            raise TypeError(_LATER.format(name=_name(fn), kind=with_article(kind)))
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from fp8fn.lowering.operand_statistics import Statistics
 from fp8fn.lowering.watched_graph import watching
+from fp8fn.ops.kinds import kind_of
 
 _REMEDY: Final = 'torch.compile(model, backend="fp8fn", options={"monitor": 100})'
 
@@ -42,7 +43,7 @@ def read_monitor(model: nn.Module) -> dict[str, dict[str, Statistics]]:
         1.0
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"read_monitor: model is a {type(model).__name__}; pass the compiled model or its module")
+        raise TypeError(f"read_monitor: model is {kind_of(model)}; pass the compiled model or its module")
     module = getattr(model, "_orig_mod", model)
     names = {
         id(parameter): name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()
@@ -101,7 +102,7 @@ def write_monitor(
     """
     if not callable(getattr(writer, "add_scalar", None)):
         raise TypeError(
-            f"write_monitor: writer is a {type(writer).__name__} without add_scalar; pass a "
+            f"write_monitor: writer is {kind_of(writer)} without add_scalar; pass a "
             "torch.utils.tensorboard.SummaryWriter"
         )
     quantities = [field.name for field in fields(Statistics) if field.name not in ("exact", "step")]

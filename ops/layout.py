@@ -22,6 +22,7 @@ from typing import Final, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.torch_private.core import dispatch_depth, symbolic_shapes
 
 Block: TypeAlias = tuple[int, int]
@@ -82,7 +83,7 @@ def unknown_block(name: str, block: object) -> TypeError | ValueError:
     """The error for what `known_block` does not know; `name` says whose argument it is."""
     remedy = f"use one of {BLOCKS} (-1 is a whole axis)"
     if not isinstance(block, (tuple, list)):
-        return TypeError(f"{name}={block!r} is a {type(block).__name__}, not a pair of ints; {remedy}")
+        return TypeError(f"{name}={block!r} is {kind_of(block)}, not a pair of ints; {remedy}")
     return ValueError(f"{name}={tuple(block)} is not a block of fp8fn; {remedy}")
 
 

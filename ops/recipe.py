@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS, ScaleFormat, short_name
+from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_square, known_block, swap, unknown_block
 
 Save = Literal["all", "exact", "fp8"]
@@ -140,7 +141,7 @@ class Recipe:
         for name in _FLAGS:
             flag = getattr(self, name)
             if not isinstance(flag, bool):
-                raise TypeError(f"Recipe: {name}={flag!r} is a {type(flag).__name__}; use True or False")
+                raise TypeError(f"Recipe: {name}={flag!r} is {kind_of(flag)}; use True or False")
         for name in ("activation_block", "gradient_block"):
             if self.batch_invariant and getattr(self, name)[0] != 1:
                 block = getattr(self, name)
@@ -266,7 +267,7 @@ def recipe_key(recipe: Recipe | str) -> str:
         return recipe.key
     if isinstance(recipe, str):
         return _canonical(recipe)
-    raise TypeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an fp8fn.Recipe or a preset's name")
+    raise TypeError(f"recipe={recipe!r} is {kind_of(recipe)}; pass an fp8fn.Recipe or a preset's name")
 
 
 def _canonical(key: str) -> str:

@@ -14,6 +14,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from fp8fn.ops.kinds import kind_of
+
 Json: TypeAlias = Mapping[str, Any]
 
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -118,7 +120,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}; it must be a JSON object")
+        raise ValueError(f"{path}: holds {kind_of(content)}; it must be a JSON object")
     return content
 
 

@@ -22,6 +22,7 @@ from fp8fn.distributed.exchange import ByCollective, ByPulls, Exchange
 from fp8fn.meta import levels
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.sharded import is_sharded
 from fp8fn.ops.symmetric_memory import has_agreed, not_shared
 from fp8fn.ops.torch_private import collectives
@@ -76,7 +77,7 @@ def _check_local(op: str, name: str, value: Any) -> None:
 
 def _check_routing(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Routing):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; pass the Routing that dispatch returned")
+        raise TypeError(f"{op}: {name} is {kind_of(value)}; pass the Routing that dispatch returned")
 
 
 @checked(x=_check_rows, counts=_check_counts, group=_check_group)

@@ -19,6 +19,7 @@ from torch import Tensor
 from fp8fn.meta.untraced import untraced
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
+from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.sharded import local_of
 from fp8fn.ops.torch_private.core import no_torch_function, pytree
@@ -123,7 +124,7 @@ class FP8Weight(Tensor):
     ) -> FP8Weight:
         if not isinstance(scaled, ScaledTensor):
             remedy = "use fp8fn.quantize(weight, (128, 128)), or ScaledTensor(data, scale, block)"
-            raise TypeError(f"FP8Weight: scaled is a {type(scaled).__name__}; {remedy}")
+            raise TypeError(f"FP8Weight: scaled is {kind_of(scaled)}; {remedy}")
         check_dtype("FP8Weight", dtype)
         check_activations("FP8Weight", activations)
         form = Form(block_by_dimension(scaled.ndim, scaled.block), dtype, activations=activations)
@@ -202,9 +203,9 @@ class FP8Weight(Tensor):
     def data(self, value: Tensor) -> None:
         # PyTorch's setter changes the sizes of the wrapper and leaves its two tensors as they are.
         if not isinstance(value, Tensor) or value.shape != self.shape or value.device != self.device:
-            what = f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
+            what = f"{kind_of(value)} of shape {tuple(getattr(value, 'shape', ()))}"
             raise RuntimeError(
-                f"weight.data = a {what}: the weight has shape {tuple(self.shape)} on {self.device}; "
+                f"weight.data = {what}: the weight has shape {tuple(self.shape)} on {self.device}; "
                 "assign a new torch.nn.Parameter to the module"
             )
         if not isinstance(value, FP8Weight):

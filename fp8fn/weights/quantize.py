@@ -13,6 +13,7 @@ from fp8fn import arguments
 from fp8fn.arguments import checked
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat, short_name
+from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.layout import Block
 from fp8fn.quantization import quantize
 from fp8fn.site import LEAST_K, LEAST_N, Site, Where, check_where, selected, why_none_match, why_sensitive
@@ -55,7 +56,7 @@ class QuantizedWeights:
 
 def check_module(op: str, name: str, value: object) -> None:
     if not isinstance(value, nn.Module):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; use a torch.nn.Module")
+        raise TypeError(f"{op}: {name} is {kind_of(value)}; use a torch.nn.Module")
 
 
 def _where(op: str, name: str, value: object) -> None:
@@ -178,9 +179,7 @@ def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str 
 def why_not_by_shape(name: str, weight: Tensor, module: nn.Module, where: Where) -> str | None:
     """The reason to leave a parameter alone that does not depend on its values, or None."""
     if isinstance(module, _OTHERS) or weight.ndim > 3:
-        return (
-            f"no matrix product in PyTorch reads the weight of a {type(module).__name__} with {weight.ndim} dimensions"
-        )
+        return f"no matrix product in PyTorch reads the weight of {kind_of(module)} with {weight.ndim} dimensions"
     if weight.dtype not in INPUT_DTYPES:
         return f"it is {short_name(weight.dtype)}"
     if name.endswith("bias"):

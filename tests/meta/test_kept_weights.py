@@ -136,7 +136,7 @@ def test_func_grad_has_the_same_bits() -> None:
 @pytest.mark.parametrize("field", ["keep_weights", "second_order"])
 def test_flags_of_a_recipe(field: str) -> None:
     assert fp8fn.ops.recipe.parse_recipe(f"{field}=True") == Recipe(**{field: True})
-    with pytest.raises(TypeError, match=f"Recipe: {field}=1 is a int; use True or False"):
+    with pytest.raises(TypeError, match=f"Recipe: {field}=1 is an int; use True or False"):
         Recipe(**{field: 1})
 
 

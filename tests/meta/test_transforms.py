@@ -697,7 +697,7 @@ async def _async_generator(x: Tensor) -> Any:
     [
         (_generator, ("fn=_generator", "a generator")),
         (_coroutine, ("fn=_coroutine", "a coroutine")),
-        (_async_generator, ("fn=_async_generator", "a async_generator")),
+        (_async_generator, ("fn=_async_generator", "an async_generator")),
         (functools.partial(_coroutine), ("a coroutine",)),
         (_Async(), ("a coroutine",)),
         (_Async().__call__, ("fn=_Async.__call__", "a coroutine")),
@@ -714,7 +714,7 @@ def test_fp8_of_what_runs_later(fn: Function, words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("fn", [_generator, _coroutine, _async_generator])
 def test_fp8_of_what_returns_such(fn: Function) -> None:
     transformed = fp8fn.fp8(lambda x: fn(x))
-    with pytest.raises(TypeError, match=r"fn=.*<lambda> returns a .*whose body runs after fp8 has ended"):
+    with pytest.raises(TypeError, match=r"fn=.*<lambda> returns an? .*whose body runs after fp8 has ended"):
         transformed(A32)
 
 

@@ -201,7 +201,7 @@ def test_a_recipe_can_be_copied_and_made_in_compiled_code(fresh_dynamo: None) ->
 
 
 def test_recipe_of_another_type() -> None:
-    with pytest.raises(TypeError, match=r"recipe=3 is a int; pass an fp8fn.Recipe or a preset's name"):
+    with pytest.raises(TypeError, match=r"recipe=3 is an int; pass an fp8fn.Recipe or a preset's name"):
         recipe_key(3)  # type: ignore[arg-type]
 
 
