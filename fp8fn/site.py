@@ -136,6 +136,32 @@ def why_none_match(where: Where, names: Iterable[str]) -> str | None:
     patterns, known = patterns_of(where), [name for name in names if name]
     if where is None or callable(where) or not known or any(matches(name, patterns) for name in known):
         return None
+    return f"where={where!r} matches no weight; nearest names: {_nearest(patterns, known)}"
+
+
+def why_some_match_none(where: Where, names: Iterable[str]) -> str | None:
+    """A message about the patterns that match no weight, where others of the same `where` match one; else None.
+
+    This is no error: one list of patterns may serve several models.
+    """
+    patterns, known = patterns_of(where), [name for name in names if name]
+    if not any(matches(name, patterns) for name in known):
+        return None
+    return "; ".join(unmatched("where", patterns, known, "weight")) or None
+
+
+def unmatched(given: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> list[str]:
+    """A message for each pattern that matches none of the names; `given` is the argument, `kind` what it selects."""
+    known = [name for name in names if name]
+    return [
+        f"{given}: {pattern!r} matches no {kind}; nearest names: {_nearest([pattern], known)}"
+        for pattern in dict.fromkeys(patterns)
+        if known and not any(matches(name, [pattern]) for name in known)
+    ]
+
+
+def _nearest(patterns: Sequence[str], known: Iterable[str]) -> str:
+    """The three names that are most like the patterns, with `*` for each number."""
     alike = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in known)
 
     def nearness(name: str) -> float:
@@ -146,8 +172,7 @@ def why_none_match(where: Where, names: Iterable[str]) -> str | None:
             for first in range(len(parts))
         )
 
-    nearest = ", ".join(map(repr, sorted(alike, key=nearness, reverse=True)[:3]))
-    return f"where={where!r} matches no weight; nearest names: {nearest}"
+    return ", ".join(map(repr, sorted(alike, key=nearness, reverse=True)[:3]))
 
 
 def takes_everything(where: Where) -> bool:

@@ -34,7 +34,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.torch_private.core import is_traceable_wrapper_subclass
-from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match, why_not
+from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match, why_not, why_some_match_none
 
 _LOG = logging.getLogger("fp8fn")
 
@@ -142,7 +142,8 @@ def explain(
         torch._dynamo.reset()
         if measure:
             rows = _timed(rows, sites, parse_recipe(key))
-    unmatched = why_none_match(where, (row.weight for row in rows))
+    names = [*(row.weight for row in rows), *(each.weight for each in outside)]
+    unmatched = why_none_match(where, names) or why_some_match_none(where, names)
     if unmatched is not None:
         _LOG.warning("explain: %s", unmatched)
     chip = next((chip.name for chip in chips if chip), None)

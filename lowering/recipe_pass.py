@@ -28,12 +28,13 @@ from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe
 from fp8fn.ops.sharded import plain_of
 from fp8fn.ops.tuning.estimate import Parts, Times
-from fp8fn.site import Site, Where, matches, patterns_of, why_none_match, why_not, why_not_by_default
+from fp8fn.site import Site, Where, matches, patterns_of, unmatched, why_none_match, why_not, why_not_by_default
 from fp8fn.weights.fp8_weight import is_gathered
 
 _log = logging.getLogger("fp8fn")
-# The patterns of a `where` that a graph of this process had weights for.
+# The patterns of a `where` that a graph of this process had weights for, and those that a warning has named.
 _MATCHED: Final = set[str]()
+_REPORTED: Final = set[str]()
 _MOST_REASONS: Final = 3
 
 
@@ -168,7 +169,7 @@ def rewrite(
             gemm.source, gemm.site.op, gemm.site.weight, gemm.site.m, gemm.site.n, gemm.site.k,
             decision.reason or f"fp8fn.{'gemm' if gemm.groups is None else 'grouped_gemm'}, {recipe.key}",
         )  # fmt: skip
-    _summarize(decisions, recipe, where)
+    _summarize(decisions, recipe, where, whole=not _is_broken(gm))
     for graph in {decision.gemm.node.graph for decision in decisions if decision.reason is not None} | {gm.graph}:
         graph.lint()
     for module in gm.modules():
@@ -177,8 +178,17 @@ def rewrite(
     return decisions
 
 
-def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> None:
-    """Logs one line for each compilation: a warning if no product is in FP8, unless FP8 is estimated to be slower."""
+def _is_broken(gm: GraphModule) -> bool:
+    """Whether Dynamo broke the model after this graph, so that others follow with more weights."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
+def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where, *, whole: bool) -> None:
+    """Logs one line for each compilation: a warning if no product is in FP8, unless FP8 is estimated to be slower.
+
+    The line is also a warning if it is the first one to name a pattern that matches no weight beside others that do;
+    not so if the graph is not the `whole` of a model, or its last part.
+    """
     taken = sum(decision.reason is None for decision in decisions)
     reasons = Counter(decision.reason for decision in decisions if decision.reason is not None)
     left = "; ".join(f"{count}x {reason}" for reason, count in reasons.most_common(_MOST_REASONS))
@@ -189,12 +199,19 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
     names, patterns = [name for gemm in weights for name in (gemm.weights or [gemm.site.weight])], patterns_of(where)
     elsewhere = not _MATCHED.isdisjoint(patterns)  # in another graph of a model that Dynamo broke into several
     _MATCHED.update(pattern for pattern in patterns if any(matches(name, [pattern]) for name in names))
-    unmatched = None if taken else why_none_match(where, names)
-    serves = len(weights) < len(gemms) and unmatched is None  # such as a model with FP8 weights, but for its head
-    level = logging.INFO if taken or slower or elsewhere or serves or not weights else logging.WARNING
+    missed = None if taken else why_none_match(where, names)
+    serves = len(weights) < len(gemms) and missed is None  # such as a model with FP8 weights, but for its head
+    silent = taken or slower or elsewhere or serves or not weights
+    idle = [pattern for pattern in patterns if pattern not in _MATCHED]
+    others = len(idle) < len(patterns) and not missed
+    texts = [f"; {text}" for text in (unmatched("where", idle, names, "weight") if others else ())]
+    new = whole and bool(texts) and not _REPORTED.issuperset(idle)
+    if new:
+        _REPORTED.update(idle)
     _log.log(
-        level, "%d of %d products in FP8, recipe %s%s", taken, len(decisions), recipe.key,
-        f": {unmatched}" if unmatched else f"; left: {left}" if left else "",
+        logging.INFO if silent and not new else logging.WARNING,
+        "%d of %d products in FP8, recipe %s%s%s", taken, len(decisions), recipe.key,
+        f": {missed}" if missed else f"; left: {left}" if left else "", "".join(texts),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -16,9 +17,20 @@ from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat, short_name
 from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.layout import Block
 from fp8fn.quantization import quantize
-from fp8fn.site import LEAST_K, LEAST_N, Site, Where, check_where, selected, why_none_match, why_sensitive
+from fp8fn.site import (
+    LEAST_K,
+    LEAST_N,
+    Site,
+    Where,
+    check_where,
+    selected,
+    why_none_match,
+    why_sensitive,
+    why_some_match_none,
+)  # fmt: skip
 from fp8fn.weights.fp8_weight import FP8Weight
 
+_LOG: Final = logging.getLogger("fp8fn")
 # Modules whose weights are no operands of a matrix product in PyTorch, or are multiplied inside of one of its kernels.
 _OTHERS: Final = (nn.modules.conv._ConvNd, nn.RNNBase, nn.Bilinear)
 
@@ -142,6 +154,9 @@ def choose(
     missed = why_none_match(where, places)
     if missed is not None:
         raise ValueError(f"{op}: {missed}")
+    some = why_some_match_none(where, places)
+    if some is not None:
+        _LOG.warning("%s: %s", op, some)
     kept: dict[str, str] = {}
     chosen: dict[Tensor, list[str]] = {}
     for name, place in places.items():

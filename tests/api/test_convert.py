@@ -214,6 +214,19 @@ def test_include_and_exclude(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "none").exists()
 
 
+def test_each_pattern_that_matches_no_tensor_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint(tmp_path / "in")
+    options = ("--include", "layers.*.up.weight", "layrs.1.*", "--exclude", "layers.0.*", "head.*")
+    assert run(tmp_path / "in", tmp_path / "out", *options) == 0
+    found = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "fp8fn"]
+    assert [level for level, _ in found] == ["WARNING", "WARNING"]
+    (_, include), (_, exclude) = found
+    assert include.startswith(
+        "convert: --include: 'layrs.1.*' matches no tensor; nearest names: 'layers.*.up.weight', "
+    )
+    assert exclude.startswith("convert: --exclude: 'head.*' matches no tensor; nearest names: ")
+
+
 def test_one_file_takes_only_the_config_beside_it(tmp_path: Path) -> None:
     checkpoint(tmp_path / "in")
     assert run(tmp_path / "in" / "model-00002-of-00003.safetensors", tmp_path / "out", "--block", "1,128") == 0

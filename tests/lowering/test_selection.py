@@ -20,7 +20,7 @@ from fp8fn.lowering.heads import Modules
 from fp8fn.lowering.recipe_pass import Decision, rewrite
 from fp8fn.ops.recipe import BLOCKWISE
 from fp8fn.ops.tuning.estimate import Step, Times
-from fp8fn.site import Site, Where, matches, selected, why_none_match, why_sensitive
+from fp8fn.site import Site, Where, matches, selected, why_none_match, why_sensitive, why_some_match_none
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -96,6 +96,14 @@ def test_the_nearest_names() -> None:
         assert why_none_match(where, names) is None
     assert why_none_match("", names) is not None
     assert why_none_match("layers.*", []) is None
+    assert why_some_match_none(["layrs.*", "lm_head.*", "visul.w"], names) == (
+        "where: 'layrs.*' matches no weight; nearest names: 'model.layers.*.mlp.up_proj.weight', 'lm_head.weight', "
+        "'visual.w'; where: 'visul.w' matches no weight; nearest names: 'visual.w', "
+        "'model.layers.*.mlp.up_proj.weight', 'lm_head.weight'"
+    )
+    for where in (None, "layrs.*", ["layrs.*", "visul.w"], ["layers.*", "lm_head.*"], [], lambda site: False):
+        assert why_some_match_none(where, names) is None
+    assert why_some_match_none(["layrs.*", "layers.*"], []) is None
 
 
 class Model(nn.Module):
@@ -151,6 +159,42 @@ def test_patterns_may_match_in_another_graph(caplog: pytest.LogCaptureFixture) -
         assert found == level
 
 
+@pytest.fixture
+def no_pattern_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What earlier compilations of this process matched or reported has no effect."""
+    monkeypatch.setattr(module, "_MATCHED", set())
+    monkeypatch.setattr(module, "_REPORTED", set())
+
+
+def summaries(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    found = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "fp8fn"]
+    return [each for each in found if "products in FP8" in each[1]]
+
+
+IDLE = "where: 'layrs.1.*' matches no weight; nearest names: 'model.layers.*.weight'"
+
+
+def test_a_pattern_beside_others_that_match_is_named_once(
+    no_pattern_was_seen: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A list may serve several models, so the products that others select stay in FP8."""
+    caplog.set_level(logging.INFO, "fp8fn")
+    for _ in range(2):
+        found = decided(Model(), torch.randn(64, WIDTH), where=["layers.0.*", "layrs.1.*"])
+        assert [decision.reason for decision in found] == [None, "where said no", ACTIVATIONS]
+    line = f"{LINE.format(1)}; left: 1x where said no; 1x {ACTIVATIONS}; {IDLE}"
+    assert summaries(caplog) == [("WARNING", line), ("INFO", line)]
+
+
+def test_explain_names_each_pattern_that_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.no_grad():
+        fp8fn.explain(Model(), torch.randn(64, WIDTH), where=["layers.0.*", "layrs.1.*"], show=False)
+        fp8fn.explain(Model(), torch.randn(64, WIDTH), where=["layers.0.*", "layers.1.*"], show=False)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "fp8fn"] == [
+        ("WARNING", f"explain: {IDLE}")
+    ]
+
+
 class Broken(nn.Module):
     """A layer that Dynamo breaks between its two products."""
 
@@ -184,6 +228,22 @@ def test_names_behind_a_graph_break_are_those_of_the_compiled_model() -> None:
     with torch.no_grad():
         model(x)
     assert reasons(found) == named
+
+
+def test_a_pattern_of_a_later_graph_is_no_warning(no_pattern_was_seen: None, caplog: pytest.LogCaptureFixture) -> None:
+    """The first graph has `up` alone; the second one, which ends the model, has seen all but the misspelt name."""
+    caplog.set_level(logging.INFO, "fp8fn")
+    line = "1 of 1 products in FP8, recipe blockwise"
+    decided(Broken(), torch.randn(64, WIDTH), where=["up.*", "down.*"])
+    assert summaries(caplog) == [
+        ("INFO", f"{line}; where: 'down.*' matches no weight; nearest names: 'up.weight'"), ("INFO", line),
+    ]  # fmt: skip
+    caplog.clear()
+    decided(Broken(), torch.randn(64, WIDTH), where=["up.*", "down.*", "dwn.*"])
+    assert summaries(caplog) == [
+        ("INFO", f"{line}; where: 'dwn.*' matches no weight; nearest names: 'up.weight'"),
+        ("WARNING", f"{line}; where: 'dwn.*' matches no weight; nearest names: 'down.weight'"),
+    ]
 
 
 def test_a_view_of_a_weight_from_before_a_graph_break() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -17,6 +19,9 @@ from fp8fn.checkpoint.conversion.plan import Plan, files_beside_tensors, plan_fi
 from fp8fn.checkpoint.conversion.write import Verified, write_file
 from fp8fn.checkpoint.files import find
 from fp8fn.checkpoint.load import read_contents
+from fp8fn.site import unmatched
+
+_LOG: Final = logging.getLogger("fp8fn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,10 @@ def convert(
     if output.exists() and output.samefile(checkpoint.folder):
         raise ValueError(f"{output} is the folder of the input; name another for the output")
     plans = plan_files(read_contents(source), options)
+    names = [name for plan in plans for name in (*plan.converted, *plan.others)]
+    for given, patterns in (("--include", options.include), ("--exclude", options.exclude)):
+        for message in unmatched(given, patterns, names, "tensor"):
+            _LOG.warning("convert: %s", message)
     if not any(plan.converted for plan in plans):
         raise ValueError(f"{source}: no tensor is a linear layer's weight by these options; see --include")
     texts = files_beside_tensors(checkpoint, source.is_file() and checkpoint.index is None, plans, options)

@@ -137,6 +137,20 @@ def test_wrong_arguments() -> None:
     assert not any(isinstance(p, FP8Weight) for p in model.parameters())
 
 
+def test_a_pattern_that_matches_nothing_beside_others_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A list may serve several models, so that what it matches is quantized."""
+    report = fp8fn.quantize_weights(Model(), ["layers.0.*", "layer.1.*", "mlp.*"])
+    assert report.quantized == ("layers.0.weight",)
+    nearest = "matches no weight; nearest names: 'layers.*.weight'"
+    (found,) = [r for r in caplog.records if r.name == "fp8fn"]
+    assert found.levelname == "WARNING"
+    assert found.getMessage().startswith(f"quantize_weights: where: 'layer.1.*' {nearest}")
+    assert "; where: 'mlp.*' matches no weight; nearest names: " in found.getMessage()
+    caplog.clear()
+    fp8fn.quantize_weights(Model(), ["layers.0.*", "layers.1.*"])
+    assert not caplog.records
+
+
 def test_meta_parameters_stay() -> None:
     with torch.device("meta"):
         model = nn.Linear(256, 256)
