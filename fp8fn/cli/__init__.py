@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from fp8fn.cli.kept_help import Help, parser_of_kept
+
 
 class Command(NamedTuple):
     """A command. Its module is imported only when the command runs, so that help stays fast.
@@ -108,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = " ".join(("python -m fp8fn", *names))
     if isinstance(found, Command):
         if _asks_for_help(rest):
-            print(_kept_help(" ".join(names)), end="")
+            _show_help(" ".join(names))
             raise SystemExit(0)  # as argparse does
         try:
             return int(importlib.import_module(found.module).main(rest))
@@ -142,9 +144,9 @@ def _asks_for_help(rest: Sequence[str]) -> bool:
     return [*rest] in (["-h"], ["--help"])
 
 
-def _kept_help(name: str) -> str:
-    """The output of a command's parser for `--help`."""
-    return str(json.loads(HELP.read_text(encoding="utf-8"))[name])
+def _show_help(name: str) -> None:
+    """Prints what a command's parser does for `--help`."""
+    parser_of_kept(json.loads(HELP.read_text(encoding="utf-8"))[name]).print_help()
 
 
 def _find(argv: Sequence[str]) -> tuple[Command | Group, list[str], list[str]]:
@@ -163,7 +165,7 @@ def _parser(group: Group, program: str) -> argparse.ArgumentParser:
         prog=program,
         description=group.summary,
         epilog=f"{program} COMMAND --help shows the options of a command\n\nExamples:{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     if group is COMMANDS:
         from fp8fn.version import __version__

@@ -1,28 +1,24 @@
-"""The help of every command as text, kept in `help.json`, so that `COMMAND --help` does without PyTorch.
+"""The help of every command, kept in `help.json`, so that `COMMAND --help` does without PyTorch.
 
 `python -m fp8fn.cli.help` writes the file again from the commands' parsers; a test compares.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
-import io
 import json
-import os
 from collections.abc import Iterator
-from typing import Final
 from unittest.mock import patch
 
 from fp8fn import cli
-
-_WIDTH: Final = "80"  # columns
+from fp8fn.cli.kept_help import kept
 
 
 def text() -> str:
-    """The content of the file: the output of each command's `--help`, by the words that name the command."""
-    with patch.dict(os.environ, COLUMNS=_WIDTH):
-        found = {" ".join(names): _printed(command) for names, command in commands(cli.COMMANDS)}
+    """The content of the file: what each command's `--help` shows, by the words that name the command."""
+    found = {" ".join(names): kept(parser(command)) for names, command in commands(cli.COMMANDS)}
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -35,11 +31,14 @@ def commands(group: cli.Group, names: tuple[str, ...] = ()) -> Iterator[tuple[tu
             yield (*names, name), found
 
 
-def _printed(command: cli.Command) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+def parser(command: cli.Command) -> argparse.ArgumentParser:
+    """A command's own parser: the one that prints when the command is asked for help."""
+    found: list[argparse.ArgumentParser] = []
+    asked = patch.object(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self))
+    with asked, contextlib.suppress(SystemExit):
         importlib.import_module(command.module).main(["--help"])
-    return out.getvalue()
+    (only,) = found
+    return only
 
 
 if __name__ == "__main__":

@@ -5,25 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import re
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-
-class _Help(argparse.HelpFormatter):
-    """Paragraphs and items of lists fill the terminal; paragraphs with indented lines stay as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(self._filled(each, width, indent) for each in text.strip().split("\n\n"))
-
-    def _filled(self, paragraph: str, width: int, indent: str) -> str:
-        if re.search(r"^- ", paragraph, re.MULTILINE):
-            items = re.split(r"\n(?=- )", paragraph)
-            return "\n".join(textwrap.fill(re.sub(r"\s+", " ", each), width, subsequent_indent="  ") for each in items)
-        return paragraph if re.search("^ ", paragraph, re.MULTILINE) else super()._fill_text(paragraph, width, indent)
+from fp8fn.cli.kept_help import Help
 
 
 def parser_of(
@@ -36,7 +23,7 @@ def parser_of(
         prog=program,
         description=description,
         epilog=calls if epilog is None else f"{epilog}\n\n{calls}",
-        formatter_class=_Help,
+        formatter_class=Help,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 
 import fp8fn
 from fp8fn import cli
-from fp8fn.cli import environment, options
+from fp8fn.cli import environment, kept_help, options
 from fp8fn.cli import help as help_texts
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.hip import build
@@ -52,7 +52,6 @@ def test_help(argv: tuple[str, ...], mentioned: tuple[str, ...], capsys: pytest.
     assert text.startswith(" ".join(("usage: python -m fp8fn", *argv)))
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse's layout is that of Python 3.11")
 def test_kept_help_is_that_of_the_parsers() -> None:
     """`python -m fp8fn.cli.help` writes it again."""
     kept = cli.HELP.read_text(encoding="utf-8")
@@ -60,11 +59,33 @@ def test_kept_help_is_that_of_the_parsers() -> None:
     assert not re.search(r"/(home|root|work|tmp|usr)/", kept)
 
 
-def test_kept_help_fits_80_columns() -> None:
-    """But for calls, which are to be copied."""
-    texts: dict[str, str] = json.loads(cli.HELP.read_text(encoding="utf-8"))
-    lines = [line for text in texts.values() for line in text.splitlines() if not line.startswith("  python -m fp8fn")]
-    assert [line for line in lines if len(line) > 80] == []
+@pytest.mark.parametrize("columns", [50, 60, 80, 132, 200])
+def test_kept_help_is_formatted_as_by_the_parsers(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any width of the terminal, which all lines fit but calls, which are to be copied, and single words."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    kept = json.loads(cli.HELP.read_text(encoding="utf-8"))
+    widest = 0
+    for names, command in help_texts.commands(cli.COMMANDS):
+        text = kept_help.parser_of_kept(kept[" ".join(names)]).format_help()
+        assert text == help_texts.parser(command).format_help()
+        lines = [line for line in text.splitlines() if not line.startswith("  python -m fp8fn")]
+        assert [line for line in lines if len(line) > columns - 2 and len(line.split()) > 1] == []
+        widest = max(widest, *map(len, lines))
+    assert widest > columns - 10
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("bench", "--help"), ("demo", "--help"), ("bench", "train", "-h")])
+def test_help_of_the_process_fits_its_terminal(
+    argv: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = {}
+    for columns in (60, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert exit_status(*argv) == 0
+        lines = capsys.readouterr().out.splitlines()
+        shown[columns] = [line for line in lines if not line.startswith("  python -m fp8fn")]
+        assert max(map(len, shown[columns])) <= columns - 2
+    assert len(shown[120]) < len(shown[60])
 
 
 @pytest.mark.parametrize("names", [names for names, _ in help_texts.commands(cli.COMMANDS)], ids=" ".join)
