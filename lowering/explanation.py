@@ -14,12 +14,13 @@ from typing import Any, Final
 
 import torch
 
+from fp8fn import terminal
 from fp8fn.lowering.costs import size_of
 from fp8fn.lowering.missed_weights import Outside
 from fp8fn.lowering.whole_step import StepTimes
 from fp8fn.ops.tuning.estimate import Times
 
-WIDTH: Final = 100  # columns of the text
+WIDTH: Final = 100  # columns of the text at most
 NARROWEST: Final = 12  # columns that each cell has at least
 
 
@@ -196,13 +197,18 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _wrapped(sentence: str) -> list[str]:
-    return wrap(sentence, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return wrap(sentence, _width(), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _width() -> int:
+    """`WIDTH`, or the width of a narrower terminal."""
+    return min(WIDTH, terminal.columns() or WIDTH)
 
 
 def _narrowed(widths: list[int]) -> list[int]:
-    """Widths that fit into `WIDTH` with two blanks between: the source gives first, then the widest of the others."""
+    """Widths that fit, with two blanks between: the source gives first, then the widest of the others."""
     widths = list(widths)
-    for _ in range(sum(widths) + 2 * (len(widths) - 1) - WIDTH):
+    for _ in range(sum(widths) + 2 * (len(widths) - 1) - _width()):
         widest = max(range(len(widths)), key=lambda i: (widths[i] > NARROWEST, i == len(widths) - 1, widths[i]))
         if widths[widest] <= NARROWEST:
             break

@@ -13,6 +13,7 @@ from fp8fn.bench.accuracy import worst
 from fp8fn.bench.llm84 import Pair, Times, pairs
 from fp8fn.bench.measure import SNR_BAR_DB, Row
 from fp8fn.bench.shapes import LLM84
+from fp8fn.terminal import fitted
 
 
 def rows_of(run: dict[str, Any]) -> list[Row]:
@@ -21,8 +22,6 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
 
 def terminal(rows: Sequence[Row]) -> str:
     """Every figure of the rows, and below them why some rows have none."""
-    from tabulate import tabulate
-
     body = []
     for row in rows:
         if row.us is not None and row.us_q1 is not None and row.us_q3 is not None:
@@ -34,7 +33,7 @@ def terminal(rows: Sequence[Row]) -> str:
     unit = rows[0].unit if rows else ""
     headers = ("shape", "by", "case", "µs", "IQR %", "graph µs", "host µs", unit, "% of ceiling", "SNR dB")
     alignment = ("left", "left", "left", *["right"] * 7)
-    table = [str(tabulate(body, headers, disable_numparse=True, colalign=alignment))] if body else []
+    table = [fitted(body, headers, alignment)] if body else []
     missing = [f"{row.label}: not available: {row.unavailable}" for row in rows if row.unavailable is not None]
     missing += [f"{row.label}: no CUDA graph: {row.graph_unavailable}" for row in rows if row.graph_unavailable]
     return "\n".join([*table, *missing])

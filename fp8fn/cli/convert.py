@@ -27,6 +27,7 @@ from fp8fn.checkpoint.formats import FORMATS
 from fp8fn.cli.options import device, parser_of
 from fp8fn.ops.layout import Block
 from fp8fn.site import LEAST_N
+from fp8fn.terminal import fitted
 
 _WORST: Final = 8
 
@@ -54,13 +55,11 @@ def main(argv: Sequence[str]) -> int:
 
 def report(done: Conversion) -> str:
     """The worst weights, the totals, and why existing files were kept or written again."""
-    from tabulate import tabulate
-
     plans, lines = done.plans, []
     worst = sorted(done.verified, key=lambda weight: weight.snr_db)[:_WORST]
     if worst:
         rows = [(weight.name, "x".join(map(str, weight.shape)), f"{weight.snr_db:.1f}") for weight in worst]
-        lines += [tabulate(rows, ("worst weights", "shape", "SNR, dB"), disable_numparse=True), ""]
+        lines += [fitted(rows, ("worst weights", "shape", "SNR, dB")), ""]
     count = sum(len(plan.converted) for plan in plans)
     left = sum(len(plan.others) for plan in plans)
     before = sum(plan.shard.path.stat().st_size for plan in plans)

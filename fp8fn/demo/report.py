@@ -12,6 +12,7 @@ from typing import Final
 
 import fp8fn
 from fp8fn.demo.pairs import Pair, relative_difference, standard_deviation, standard_error
+from fp8fn.terminal import fitted
 
 # The largest relative increase of the final validation loss in FP8 over the baseline's, chance apart.
 TOLERANCE: Final = 0.01
@@ -55,8 +56,6 @@ def table(pairs: Sequence[Pair], *, speed: bool = True) -> str:
 
     `speed=False` leaves out the speed, which says nothing where FP8 has no kernels.
     """
-    from tabulate import tabulate
-
     baselines, fp8s = [pair.baseline for pair in pairs], [pair.fp8 for pair in pairs]
     losses = [[run.final_loss for run in runs] for runs in (baselines, fp8s)]
     speeds = [fmean(run.tokens_per_second for run in runs) for runs in (baselines, fp8s)]
@@ -86,7 +85,7 @@ def table(pairs: Sequence[Pair], *, speed: bool = True) -> str:
         ]
     alignment = ("left", "right", "right", "right")
     headers = ("", baselines[0].name, fp8s[0].name, "difference")
-    return str(tabulate(rows, headers, disable_numparse=True, colalign=alignment))
+    return fitted(rows, headers, alignment)
 
 
 def left_alone(explanation: fp8fn.lowering.explanation.Explanation) -> list[str]:
