@@ -70,6 +70,8 @@ SM120: Final = Target("cuda", 120, 32)
 GFX942: Final = Target("hip", "gfx942", 64)
 GFX950: Final = Target("hip", "gfx950", 64)
 
+# Compute capabilities for which Triton's products load by TMA descriptors.
+BY_TMA: Final = (90, 100, 103, 120)
 
 # Products by their short names: the architecture, and its multiprocessors or compute units.
 PRODUCTS: Final[Mapping[str, tuple[Target, int]]] = {

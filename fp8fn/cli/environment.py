@@ -1,4 +1,7 @@
-"""Versions, devices and the kernels that serve each device: `python -m fp8fn env`."""
+"""Versions, devices and the kernels that serve each device: `python -m fp8fn env`.
+
+With `--arch NAME` it names the kernels that serve another processor, which need not be here.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from pathlib import Path
 
 import torch
 
-from fp8fn.cli.options import parser_of
+from fp8fn.cli.options import ARCHS, arch, parser_of
 from fp8fn.ops.code_cache import cache_dir
 from fp8fn.ops.cuda.runtime import nvrtc, packaged
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.hip import build, envelope
-from fp8fn.ops.targets import Target, check_supported, hopper_fault, native_e4m3, target_of
+from fp8fn.ops.targets import BY_TMA, Target, check_supported, hopper_fault, named_target, native_e4m3, target_of
 from fp8fn.version import __version__
 
 
-def describe() -> dict[str, str]:
-    """Versions and tools, then the lines of the CPU and of each GPU, all as text."""
+def describe(name: str | None = None) -> dict[str, str]:
+    """Versions and tools, then the lines of the CPU and of each GPU, or of the processor that is named, all as text."""
     lines = {
         "fp8fn": __version__,
         "Python": platform.python_version(),
@@ -35,15 +38,23 @@ def describe() -> dict[str, str]:
         packaged.DISTRIBUTION: packaged.describe(nvrtc.sources_hash()),
         "kernel cache": kernel_cache(),
     }
+    if name is not None and (named := named_target(name)) is not None:
+        return lines | _kernels(name, named[1])
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for device in devices:
         target = target_of(device)
         lines[f"{device} device"] = device_name(device)
-        lines[f"{device} arch"] = target.name
-        lines[f"{device} kernels"] = kernel_family(target, device)
-        lines[f"{device} native e4m3"] = f"float8_{short_name(native_e4m3(target))}"
+        lines |= _kernels(str(device), target, device)
     return lines
+
+
+def _kernels(name: str, target: Target, device: torch.device | None = None) -> dict[str, str]:
+    return {
+        f"{name} arch": target.name,
+        f"{name} kernels": kernel_family(target, device),
+        f"{name} native e4m3": f"float8_{short_name(native_e4m3(target))}",
+    }
 
 
 def device_name(device: torch.device) -> str:
@@ -70,7 +81,7 @@ def kernel_family(target: Target, device: torch.device | None = None) -> str:
         hip = "HIP for MX products of few rows" if absent is None else f"none in HIP: {absent}"
         return f"Triton, pointers ({hip})"
     if hopper_fault(target):
-        return "Triton, pointers"
+        return f"Triton, {'TMA descriptors' if target.arch in BY_TMA else 'pointers'}"
     missing = nvrtc.unavailable()
     if missing is not None:
         return f"Triton, TMA descriptors (none in CUDA C++: {missing})"
@@ -110,13 +121,9 @@ def missing_for_inductor() -> str | None:
 
 def main(argv: Sequence[str]) -> int:
     """Print `describe()`, one line each."""
-    parser = parser_of(
-        "env",
-        __doc__,
-        "",
-    )
-    parser.parse_args(argv)
-    lines = describe()
+    parser = parser_of("env", __doc__, "", "--arch mi355x")
+    parser.add_argument("--arch", type=arch, metavar="NAME", help=f"a processor: {', '.join(ARCHS)}, or a product")
+    lines = describe(parser.parse_args(argv).arch)
     width = max(map(len, lines))
     for key, value in lines.items():
         print(f"{key:<{width}}  {value}")

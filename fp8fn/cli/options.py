@@ -7,10 +7,14 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from fp8fn.cli.kept_help import Help
+from fp8fn.ops.targets import named_target
+
+ARCHS: Final = ("sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950")
 
 
 def parser_of(
@@ -32,6 +36,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def arch(text: str) -> str:
+    """The name of a processor or of a product that `named_target` knows."""
+    if named_target(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no processor; choose from {', '.join(ARCHS)}, or name a product")
+    return text
 
 
 def device(text: str) -> torch.device:

@@ -23,7 +23,7 @@ import torch
 from fp8fn.bench.shapes import ANCHORS, LLM84, SMALL
 from fp8fn.cli import tune_loop, tune_op
 from fp8fn.cli.environment import describe
-from fp8fn.cli.options import gpu, output_file, parser_of
+from fp8fn.cli.options import ARCHS, arch, gpu, output_file, parser_of
 from fp8fn.cli.tune_loop import NotKept, Outcome
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
@@ -45,9 +45,6 @@ SUITES: Final[Mapping[str, tuple[tuple[int, ...], ...]]] = {
 }
 
 
-ARCHS: Final = ("sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950")
-
-
 def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
     """Tunes, exports or compares; `bench` is the current GPU unless given."""
     parser = _parser()
@@ -62,6 +59,10 @@ def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
         parser.error(f"--suite {args.suite} is of scaled_mm; --op {args.op} has its own shapes, or give --shapes")
     chip = bench.chip if bench else _chip(parser, args)
     target = targets.target_of_chip(chip)
+    try:
+        targets.check_supported(target)
+    except ValueError as error:
+        parser.error(f"{chip.name} can't be tuned: {error}")
     if not args.op and targets.hopper_fault(target):
         args.op = "scaled_mm"
     if args.op:
@@ -76,7 +77,7 @@ def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
         print("\n".join(f"{problem}: {listed(problem, chip)}" for problem in problems))
         return 0
     _check_tqdm(parser)
-    bench = cast(Bench, bench) if bench else DeviceBench(*_gpu(parser, args.device, warm=bool(problems)))
+    bench = cast(Bench, bench) if bench else DeviceBench(*_gpu(parser, args.device, "cuda", warm=bool(problems)))
     try:
         outcome = sweep(problems, bench, force=args.force, budget=args.budget)
     except NotKept as error:
@@ -203,6 +204,7 @@ def _tune_op(
         tune_op.check_options(args.op, wanted)
         keys, refused = tune_op.looked_up(args.op, tune_op.keys_of(args.op, shapes, wanted), chip)
         text = tune_op.dry_run(args.op, keys if args.dry_run else keys[:1], chip)
+        backends = tune_op.backends(args.op, keys[0], chip)
     except ValueError as error:
         parser.error(str(error))
     for reason in refused:
@@ -211,7 +213,7 @@ def _tune_op(
         print(text)
         return 0
     _check_tqdm(parser)
-    bench = bench or tune_op.OPS[args.op].bench(*_gpu(parser, args.device, warm=True))
+    bench = bench or tune_op.OPS[args.op].bench(*_gpu(parser, args.device, *backends, warm=True))
     return tune_op.run(args, parser.prog, bench, origin, keys)
 
 
@@ -243,13 +245,16 @@ def _present(parser: argparse.ArgumentParser, device: torch.device) -> torch.dev
 
 
 def _gpu(
-    parser: argparse.ArgumentParser, device: torch.device, *, warm: bool
+    parser: argparse.ArgumentParser, device: torch.device, *backends: str, warm: bool
 ) -> tuple[torch.device, Target, Chip, Clock]:
+    """The device, where this machine can compile the kernels of `backends`."""
     device = _present(parser, device)
     target, chip = targets.target_of(device), chip_of(device, targets.target_of(device))
-    problem = nvrtc.unavailable() if targets.hopper_fault(target) is None else None
-    if problem or chip is None:
-        parser.error(f"the kernels in CUDA C++ can't be tuned: {problem or f'{device} has no name'}")
+    assert chip is not None
+    if "cuda" in backends and (problem := nvrtc.unavailable()) is not None:
+        parser.error(
+            f"the kernels in CUDA C++ can't be tuned: {problem}; --op scaled_mm and --op quantize_grouped time Triton's"
+        )
     torch.cuda.set_device(device)
     clock = clock_of(device)
     if warm:
@@ -263,12 +268,6 @@ def sizes(text: str) -> tuple[int, int, int]:
     if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no M,N,K such as 8192,6144,4096")
     return int(parts[0]), int(parts[1]), int(parts[2])
-
-
-def _arch(text: str) -> str:
-    if named_target(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no processor; choose from {', '.join(ARCHS)}, or name a product")
-    return text
 
 
 def _products(text: str) -> tuple[str, ...]:
@@ -318,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=_seconds, metavar="SECONDS", help="start no further product after this time")
     parser.add_argument("--force", action="store_true", help="measure again what the cache has")
     parser.add_argument("--device", type=gpu, default=torch.device("cuda"), help="by default %(default)s")
-    parser.add_argument("--arch", type=_arch, metavar="NAME", help=f"a processor: {', '.join(ARCHS)}, or a product")
+    parser.add_argument("--arch", type=arch, metavar="NAME", help=f"a processor: {', '.join(ARCHS)}, or a product")
     parser.add_argument("--dry-run", action="store_true", help="list every candidate, and why it is not timed")
     parser.add_argument(
         "--export", type=output_file, metavar="FILE", help="then write all that the cache has for the chip"

@@ -270,6 +270,12 @@ def plan(form: Form, key: Key, chip: Chip) -> list[tuple[str, str]]:
     return [*((name, "timed") for name in timed), *form.pruned(problem).items()]
 
 
+def backends(op: str, key: Key, chip: Chip) -> tuple[str, ...]:
+    """What compiles the candidates of a key: each of "cuda", "hip" and "triton" once, by the names of the kernels."""
+    kernels = OPS[op].form.candidates(OPS[op].form.problem(key, chip))
+    return tuple(dict.fromkeys(name.partition("_")[0] for name, configs in kernels.items() if configs))
+
+
 def dry_run(op: str, keys: Sequence[Key], chip: Chip) -> str:
     """The text of `--dry-run`: by problem, how many candidates there are, and each with what becomes of it."""
     form, lines = OPS[op].form, []

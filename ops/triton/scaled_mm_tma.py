@@ -11,7 +11,7 @@ import triton.language as tl
 from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.targets import BY_TMA, OCP, Target
 from fp8fn.ops.triton.boxes import boxes, load_box, store_box
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
@@ -64,7 +64,6 @@ _DEEP: Final = TmaConfig(BN=64, num_stages=5)
 SMALL: Final = TmaConfig(BM=64, num_warps=4, num_stages=2, OCCUPANCY=2)
 # Architectures whose FP8 instruction reads operands from shared memory along either axis.
 _EITHER_AXIS: Final = (100, 103)
-_ARCHITECTURES: Final = (90, *_EITHER_AXIS, 120)
 
 
 @triton.jit
@@ -170,8 +169,8 @@ def scaled_mm_tma(
 def accepts(product: ScaledProduct) -> str | None:
     """None where `plan_scaled_mm_tma` takes these operands, else the reason why not."""
     (a, _, a_block), (b, _, b_block), target = product.a, product.b, product.target
-    if target.backend != "cuda" or target.arch not in _ARCHITECTURES:
-        return f"{target.name} is none of {', '.join(f'sm{arch}' for arch in _ARCHITECTURES)}"
+    if target.backend != "cuda" or target.arch not in BY_TMA:
+        return f"{target.name} is none of {', '.join(f'sm{arch}' for arch in BY_TMA)}"
     if product.batch > 1 and target.arch == 90:
         return "a batch on sm90 would spill 8 registers in partial tiles"  # 4095 by 4093, rowwise
     if a.dtype not in OCP or b.dtype not in OCP:

@@ -156,7 +156,7 @@ def read_users(
     try:
         table = read(path, faults)
         if table.chip != chip:
-            raise ValueError(f"is of {table.chip}")
+            raise ValueError(f"it is of {table.chip.name} with {table.chip.multiprocessors} multiprocessors")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:

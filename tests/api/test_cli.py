@@ -22,7 +22,7 @@ from fp8fn.cli import environment, kept_help, options
 from fp8fn.cli import help as help_texts
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.hip import build
-from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target
+from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, named_target
 from fp8fn.version import __version__
 
 DEMO_OPTIONS = ("--device", "--steps", "--recipe", "--size", "--plot", "--seed", "--batch")
@@ -242,8 +242,8 @@ def test_env_prints_what_describe_says(capsys: pytest.CaptureFixture[str]) -> No
         (CPU, "reference (PyTorch)"),
         (SM89, "Triton, pointers"),
         (SM90, "CUDA C++ by NVRTC 13.0"),
-        (SM100, "Triton, pointers"),
-        (SM120, "Triton, pointers"),
+        (SM100, "Triton, TMA descriptors"),
+        (SM120, "Triton, TMA descriptors"),
         (GFX942, "Triton, pointers"),
         (GFX950, "Triton, pointers (HIP for MX products of few rows)"),
     ],
@@ -268,6 +268,26 @@ def test_kernel_family_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -
     assert environment.kernel_family(GFX950) == "Triton, pointers (none in HIP: no compiler)"
     monkeypatch.setattr(environment, "_triton_version", lambda: None)
     assert environment.kernel_family(SM90) == "none: Triton is not installed"
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "e4m3"),
+    [("mi300x", "gfx942", "e4m3fnuz"), ("gfx950", "gfx950", "e4m3fn"), ("RTX 5090", "sm120", "e4m3fn")],
+)
+def test_env_of_a_processor_that_is_not_here(
+    name: str, arch: str, e4m3: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status("env", "--arch", name) == 0
+    printed = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    lines = {key: value.strip() for key, value in printed.items()}
+    assert lines[f"{name} arch"] == arch
+    assert lines[f"{name} native e4m3"] == f"float8_{e4m3}"
+    named = named_target(name)
+    assert named is not None
+    assert lines[f"{name} kernels"] == environment.kernel_family(named[1])
+    assert not any(key.startswith(("cpu", "cuda")) for key in lines)
+    assert exit_status("env", "--arch", "gfx90a") == 2
+    assert "'gfx90a' is no processor; choose from sm89, sm90, sm100" in capsys.readouterr().err
 
 
 def test_the_cache_counts_kernels_in_hip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ pytest.importorskip("triton")
 pytest.importorskip("tqdm")
 
 from fp8fn.cli import tune, tune_op
+from fp8fn.cli.options import ARCHS
 from fp8fn.lowering.explain import explain
 from fp8fn.ops import moe_gemm, mx_mm, targets
+from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.hip.launch import HipLaunch
 from fp8fn.ops.kernel import choose
 from fp8fn.ops.mx_mm import choose as choose_mx
@@ -101,7 +103,7 @@ def test_names_of_configurations_are_read_back() -> None:
         assert str(config) == f"{config.code}g{config.GROUP}x{config.XCDS}"
 
 
-@pytest.mark.parametrize("arch", tune.ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("op", [None, *tune_op.OPS])
 def test_a_dry_run_needs_no_device_and_lists_all(arch: str, op: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = ["64,512,1024", *(["--op", op] if op else ["16384,4096,4096"])]  # bands of tiles are of large products
@@ -138,14 +140,14 @@ def check_compiles(launch: Any) -> None:
     assert (used.spills, used.scratch) == (0, 0), launch.describe()
 
 
-@pytest.mark.parametrize("arch", tune.ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_a_sample_of_the_candidates_compiles_without_spills(arch: str) -> None:
     for layout in ("forward", "wgrad"):
         check_compiles(random.Random(f"{arch} {layout}").choice(list(launches(arch, layout))))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", tune.ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_candidates_compile_without_spills(arch: str, layout: str) -> None:
     if (arch, layout) == ("sm90", "dgrad"):
@@ -387,6 +389,67 @@ def test_what_can_not_be_kept_ends_the_sweep(
     path = measured.user_path(triton_table.FORM, MI355X)
     why = f"{path} can't be written (No space left on device): set FP8FN_CACHE_DIR to a folder that you can write"
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "reason"),
+    [
+        ("NVIDIA A100-SXM4-80GB", Target("cuda", 80, 32, 108), "compute capability 8.0; fp8fn's kernels need 8.9"),
+        ("AMD Instinct MI250X", Target("hip", "gfx90a", 64, 110), "gfx90a; fp8fn's kernels need gfx942"),
+        ("AMD Radeon RX 7900 XTX", Target("hip", "gfx1100", 32, 96), "gfx1100; fp8fn's kernels need gfx942"),
+    ],
+)
+@pytest.mark.parametrize("op", [None, "quantize_grouped", "mx_mm"])
+def test_a_gpu_without_fp8_is_refused_before_anything_is_timed(
+    name: str, found: Target, reason: str, op: str | None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    chip = Chip(name, found.multiprocessors)
+    monkeypatch.setitem(targets._targets, chip, found)
+    bench = DriftingBench(chip, fastest(""))
+    with pytest.raises(SystemExit) as leave:
+        tune.main(["--shapes", "512,512,512", *(["--op", op] if op else [])], bench)  # type: ignore[arg-type]
+    assert (leave.value.code, bench.asked) == (2, [])
+    assert f"{name} can't be tuned: the device " in (said := capsys.readouterr().err)
+    assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("op", "compiled"),
+    [(None, True), ("scaled_mm", False), ("quantize_grouped", False), ("mm_a16w8", True), ("scaled_grouped_mm", True)],
+)
+def test_on_hopper_without_nvrtc_the_kernels_in_triton_are_tuned(
+    op: str | None, compiled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their tables serve there alone."""
+    chip, benches = Chip("NVIDIA H200", 132), []
+
+    def bench(*parts: Any) -> DriftingBench:
+        benches.append(DriftingBench(chip, fastest("")))
+        return benches[-1]
+
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "no NVRTC here")
+    monkeypatch.setattr(tune, "_present", lambda parser, device: torch.device("cuda", 0))
+    monkeypatch.setattr(targets, "target_of", lambda device: target("sm90"))
+    monkeypatch.setattr(tune, "chip_of", lambda device, target: chip)
+    monkeypatch.setattr(tune, "gpu", lambda text: device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(tune, "clock_of", lambda device: DriftingClock({}, 0))
+    if op is not None:
+        monkeypatch.setattr(tune_op, "OPS", {op: replace(tune_op.OPS[op], bench=bench)})
+    argv = ["--shapes", "512,512,512", *(["--op", op] if op else [])]
+    if not compiled:
+        assert tune.main(argv) == 0
+        assert {name.partition(" ")[0] for names in benches[0].timed for name in names} <= {
+            "triton", "triton_tma", "triton_blocks", "triton_dual",
+        }  # fmt: skip
+        return
+    with pytest.raises(SystemExit) as leave:
+        tune.main(argv)
+    assert (leave.value.code, benches) == (2, [])
+    message = "the kernels in CUDA C++ can't be tuned: no NVRTC here; --op scaled_mm and --op quantize_grouped time"
+    assert message in capsys.readouterr().err
 
 
 def test_products_that_no_call_looks_up_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
