@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import select
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ HELP: Final = Path(__file__).with_name("help.json")  # written by `fp8fn.cli.hel
 # The status that a shell reports for a process that SIGINT ended. Status 1 is a command's own verdict: in the demo, FP8
 # is worse.
 INTERRUPTED: Final = 130
+# The same for SIGPIPE, as where the output goes to `head`.
+READER_LEFT: Final = 141
 
 COMMANDS: Final = Group(
     "FP8 matrix multiplication for PyTorch.",
@@ -113,7 +116,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show_help(" ".join(names))
             raise SystemExit(0)  # as argparse does
         try:
-            return int(importlib.import_module(found.module).main(rest))
+            status = int(importlib.import_module(found.module).main(rest))
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            if not _reader_left():
+                raise
+            return READER_LEFT
         except KeyboardInterrupt:
             print(f"\n{program}: interrupted; {found.interrupted}", file=sys.stderr)
             return INTERRUPTED
@@ -124,6 +133,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # argparse handles the rest: --help, --version, and the error for an unknown command.
     parser.parse_args(rest)
     return 2
+
+
+def _reader_left() -> bool:
+    """Whether the output is a pipe that nobody reads any more; what is still printed then goes nowhere."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def needs_torch() -> bool:

@@ -280,6 +280,35 @@ def test_isa_writes_the_tables_that_are_read(monkeypatch: pytest.MonkeyPatch) ->
         assert json.loads(path.read_text(encoding="utf-8"))["arch"] == arch
 
 
+# A reader of the output that leaves, as `head` does.
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])  # fewer than the buffer holds, and more
+def test_a_reader_that_leaves_is_status_141(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(argv: list[str]) -> int:
+        print("line\n" * lines)
+        return 0
+
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", encoding="utf-8") as stdout:  # closed without an error
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(importlib.import_module("fp8fn.cli.environment"), "main", command)
+        assert cli.main(["env", "x"]) == 141
+        print("no error")
+
+
+def test_a_broken_pipe_to_another_process_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(argv: list[str]) -> int:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr(importlib.import_module("fp8fn.cli.environment"), "main", broken)
+    with (tmp_path / "output").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(BrokenPipeError):
+            cli.main(["env", "x"])
+
+
 # Ctrl-C.
 
 
