@@ -146,6 +146,46 @@ def test_a_sample_of_the_candidates_compiles_without_spills(arch: str) -> None:
         check_compiles(random.Random(f"{arch} {layout}").choice(list(launches(arch, layout))))
 
 
+# Shapes by which the ops of decoding and of experts have all their candidates.
+OTHERS = {
+    "mm_a16w8": ((1, 512, 1024), (16, 512, 1024), (64, 4096, 4096), (128, 4096, 4096)),
+    "mx_mm": ((4, 512, 1024), (16, 2304, 6144), (64, 2304, 6144), (4096, 4096, 4096)),
+    "moe_gemm": ((1, 1536, 6144), (16, 1536, 6144)),
+    "quantize_grouped": ((16640, 8192, 5120),),
+}
+
+
+def launches_of_others(arch: str, op: str) -> Iterator[tuple[Any, ...]]:
+    """The launches of each candidate in Triton of another op than `scaled_mm`."""
+    here, tuned, seen = target(arch), tune_op.OPS[op], set()
+    parts = tuned.bench.keywords  # type: ignore[attr-defined]
+    kernels = {kernel.name: kernel for kernel in parts["op"].kernels}
+    for key in tune_op.keys_of(op, OTHERS[op], tune_op.Wanted(here)):
+        problem = tuned.form.problem(key, Chip(arch, here.cores))
+        product = parts["make"](problem, torch.device("meta"), here)
+        for name, configs in tuned.form.candidates(problem).items():
+            for config in configs:
+                code = (name, config, key[0] if op == "quantize_grouped" else None)
+                if name.startswith("triton") and code not in seen:
+                    seen.add(code)
+                    yield kernels[name].plan(product, config)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_sample_of_the_candidates_of_other_ops_compiles_without_spills(arch: str) -> None:
+    for launch in random.Random(arch).choice([each for op in OTHERS for each in launches_of_others(arch, op)]):
+        check_compiles(launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", OTHERS)
+def test_all_candidates_of_other_ops_compile_without_spills(arch: str, op: str) -> None:
+    for each in launches_of_others(arch, op):
+        for launch in each:
+            check_compiles(launch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
