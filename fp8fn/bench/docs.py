@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fp8fn.bench import cold, compile_time, decode, generate, isa, loss, prefill, record, tables
+from fp8fn.bench import cold, compile_time, decode, generate, invariant, isa, loss, prefill, record, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.seeds import report as seeds
 from fp8fn.bench.tables import provenance
@@ -200,6 +200,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("decode-mx", decode.table),
         _committed("decode-mx-moe", decode.table),
         _committed("prefill", prefill.table, optional=True),
+        _committed("invariant", invariant.table, optional=True),
         _committed("generate", generate.table),
         _committed("host", host),
         _committed("host-h100", host),

@@ -72,6 +72,7 @@ COMMANDS: Final = Group(
                 "moe": Command("grouped products, quantizers and MLPs, beside their peers", "fp8fn.bench.moe"),
                 "quant": Command("quantizers, beside their peers and a copy", "fp8fn.bench.quant"),
                 "decode": Command("products of few rows by an FP8 weight, beside bf16", "fp8fn.bench.decode"),
+                "invariant": Command("what batch invariance costs, from 1 to 4096 rows", "fp8fn.bench.invariant"),
                 "train": Command(
                     "training steps of transformers' models, beside bf16 and torchao",
                     "fp8fn.bench.train.command",

@@ -42,6 +42,7 @@ DEVICES = {
             "linear",
             "moe",
             "decode",
+            "invariant",
             "decoder",
             "generate",
             "quant",
@@ -58,7 +59,7 @@ OUTPUTS = {
     "isa": (("isa",), ("--json",)),
     **{
         name: (("bench", name), ("--json", "--plot"))
-        for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "quant")
+        for name in ("dense", "wgrad", "linear", "moe", "decode", "invariant", "decoder", "quant")
     },
     "seeds": (("bench", "seeds"), ("--json", "--report")),
     **{
