@@ -14,10 +14,10 @@ place. SNR compares with the float64 product of the bf16 operands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from statistics import geometric_mean
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,18 +34,20 @@ from fp8fn.timing import Call
 INVARIANT: Final = Recipe(batch_invariant=True)
 PROMISE: Final = ", invariant"
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MORE_ROWS: Final = (512, 1024, 4096)  # reported, and no part of the bar
+MORE_ROWS: Final = (512, 1024, 4096)  # which the last line leaves out
 LAYER: Final = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336))  # (N, K)
-BAR: Final = 1.2
 COPIES: Final = 16  # copies of a weight of at least 16 MB are together larger than the L2
 _OTHER_ROWS: Final = 4096  # ahead of the measured ones in the product that they are compared with
 
-# Each kind of activations: whether x is quantized before the call, and the options of `gemm`.
-KINDS: Final[Mapping[str, tuple[bool, Mapping[str, bool]]]] = {
-    "x in bf16": (False, {}),
-    "prequant": (False, {"prequant": True}),
-    "x in FP8": (True, {}),
-}
+
+class Kind(NamedTuple):
+    """Activations that are quantized before the call, or in it."""
+
+    before: bool = False
+    prequant: bool = False
+
+
+KINDS: Final = {"x in bf16": Kind(), "prequant": Kind(prequant=True), "x in FP8": Kind(before=True)}
 
 
 class Rows(Weights):
@@ -70,9 +72,8 @@ class Rows(Weights):
     def accuracy(self, found: Tensor, kind: str, promised: bool) -> dict[str, float]:
         """SNR of the product by the last weight. Raises ArithmeticError where a promised row has other bits."""
         if promised:
-            quantized, options = KINDS[kind]
-            x = self.given(self.every, quantized)
-            whole = fp8fn.gemm(x, self.quantized[-1], recipe=INVARIANT, **options)[self.others :]
+            given = self.given(self.every, KINDS[kind].before), self.quantized[-1]
+            whole = fp8fn.gemm(*given, recipe=INVARIANT, prequant=KINDS[kind].prequant)[self.others :]
             differ = (whole.view(torch.int16) != found.view(torch.int16)).any(-1).nonzero()
             if differ.numel():
                 raise ArithmeticError(
@@ -87,11 +88,11 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     rows = Rows(shape, device)
 
     def case(kind: str, promised: bool) -> Case:
-        quantized, options = KINDS[kind]
-        multiply = partial(fp8fn.gemm, **options, **({"recipe": INVARIANT} if promised else {}))
+        recipe = INVARIANT if promised else Recipe()
+        multiply = partial(fp8fn.gemm, recipe=recipe, prequant=KINDS[kind].prequant)
 
         def build() -> Call:
-            return rows.round(multiply, rows.quantized, rows.given(rows.x, quantized))
+            return rows.round(multiply, rows.quantized, rows.given(rows.x, KINDS[kind].before))
 
         check: Callable[[Any], dict[str, float]] = partial(rows.accuracy, kind=kind, promised=promised)
         return Case("fp8fn", kind + PROMISE * promised, build, check, bytes=rows.elements)
@@ -117,7 +118,7 @@ def costs(run: dict[str, Any], kind: str) -> dict[tuple[int, ...], float]:
 
 
 def table(run: dict[str, Any]) -> str:
-    """For each kind of activations a line for each M, and one for all M of the bar.
+    """For each kind of activations a line for each M, and one for all of `ROWS`.
 
     A weight's column has µs without and with the promise, and their ratio.
     """
@@ -143,7 +144,7 @@ def lines(run: dict[str, Any], kind: str) -> list[list[str]]:
         return [name, *cells, f"{geometric_mean(ratios):.2f}x", f"{min(ratios):.2f}x to {max(ratios):.2f}x", over]
 
     body = []
-    for m in dict.fromkeys(shape[0] for shape in cost):
+    for m in sorted({shape[0] for shape in cost}):
         shapes = [(m, n, k) for n, k in _weights(run)]
         cells = [
             f"{plain[shape]:.1f} → {promised[shape]:.1f} ({cost[shape]:.2f}x)" if shape in cost else "n/a"
