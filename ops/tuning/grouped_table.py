@@ -25,6 +25,8 @@ FORMS: Final[Mapping[str, tuple[Block, bool]]] = {
 }  # fmt: skip
 # A thread that keeps more elements spills (`TILE` of the kernel).
 _MOST_ELEMENTS: Final = 64
+# Tiles that spill with as many, by Triton 3.7.1, by the backend: rows and columns together have 16 warps' registers.
+_SPILLS: Final = {("cuda", "dual", 256, 16): "spills 6 to 12 registers"}
 
 
 class GroupedProblem(NamedTuple):
@@ -60,6 +62,8 @@ def space(problem: GroupedProblem) -> Mapping[GroupedTile, str | None]:
         reason = None
         if elements > _MOST_ELEMENTS:
             reason = f"{elements} elements a thread spill"
+        elif (spills := _SPILLS.get((problem.target.backend, problem.form, columns, warps))) is not None:
+            reason = spills
         elif columns >= 2 * problem.n:
             reason = f"half of the tile's columns are past N={problem.n}"
         found.setdefault(tile, reason)
