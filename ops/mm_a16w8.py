@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops import dequantize, reference, targets
+from fp8fn.ops import reference, targets
 from fp8fn.ops.activations import (
     Activations,
     check_activations,
@@ -30,12 +30,14 @@ from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.scaled_mm import Parts, check_operand, empty_output
 
 if TYPE_CHECKING:
+    from fp8fn.ops import dequantize
     from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
     from fp8fn.ops.triton import mm_a16w8 as triton
     from fp8fn.ops.tuning import weight
 else:
     a16w8_tiles, gemv_a16w8 = deferred("fp8fn.ops.cuda.gemm.a16w8_tiles"), deferred("fp8fn.ops.cuda.gemm.gemv_a16w8")
     mm_a16w8, splitk_a16w8 = deferred("fp8fn.ops.cuda.gemm.mm_a16w8"), deferred("fp8fn.ops.cuda.gemm.splitk_a16w8")
+    dequantize = deferred("fp8fn.ops.dequantize")
     triton, weight = deferred("fp8fn.ops.triton.mm_a16w8"), deferred("fp8fn.ops.tuning.weight")
 
 MM_A16W8_SCHEMA: Final = (

@@ -45,6 +45,7 @@ DEVICES = {
             "invariant",
             "decoder",
             "generate",
+            "prefill",
             "quant",
             "train",
             "loss",
@@ -64,7 +65,7 @@ OUTPUTS = {
     "seeds": (("bench", "seeds"), ("--json", "--report")),
     **{
         name: (("bench", name), ("--json",))
-        for name in ("overhead", "compile", "host", "generate", "train", "loss", "cold")
+        for name in ("overhead", "compile", "host", "generate", "prefill", "train", "loss", "cold")
     },
 }
 
