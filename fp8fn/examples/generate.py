@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import fp8fn
 from fp8fn import cli
@@ -39,11 +39,11 @@ def main() -> None:
         report = fp8fn.load_weights(model, folder, device=device)
     weights = [p for p in model.parameters() if isinstance(p, fp8fn.FP8Weight)]
     print(f"{len(weights)} weights in FP8; missing {report.missing_keys}")
+    prompt, options = torch.arange(1, 9, device=device).unsqueeze(0), {}
     if device == "cuda":
-        model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
-    prompt = torch.arange(1, 9, device=device).unsqueeze(0)
-    cache = {"cache_implementation": "static"} if device == "cuda" else {}
-    out = model.eval().generate(prompt, max_new_tokens=args.new_tokens, do_sample=False, pad_token_id=0, **cache)
+        step = CompileConfig(mode="reduce-overhead", fullgraph=True)
+        options = {"cache_implementation": "static", "compile_config": step}
+    out = model.eval().generate(prompt, max_new_tokens=args.new_tokens, do_sample=False, pad_token_id=0, **options)
     print("tokens", *out[0].tolist())
 
 

@@ -93,6 +93,20 @@ def test_a_compiled_model(backend: str, dynamic: bool, dispatched: list[str]) ->
         assert snr(compiled(longer), reference(longer)) > 100
 
 
+def test_guards_of_modules_can_be_left_out() -> None:
+    """By PyTorch's own option, as docs/guides/serving.md says; what `copy_` writes into a weight is still read."""
+    model, reference = mlp()
+    unchanged = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    compiled = torch.compile(model, fullgraph=True, options=unchanged)
+    x = torch.randn(2, 20, 256)
+    with torch.no_grad():
+        assert snr(compiled(x), reference(x)) > 100
+        other = 2 * values(model.gate.weight).roll(1, 0)
+        model.gate.weight.copy_(other)
+        reference.gate.weight.copy_(values(model.gate.weight))
+        assert snr(compiled(x), reference(x)) > 100
+
+
 def test_an_eager_layer_dispatches_twice_and_once_in_inference_mode(dispatched: list[str]) -> None:
     """Each dispatch to Python takes 4 µs of host time."""
     w, x = make(256, 128), torch.randn(3, 128)
