@@ -54,7 +54,9 @@ def _copied(turn: Turn) -> tuple[Tensor]:
     return (turn.out.copy_(turn.x),)
 
 
-def _on_cpu(turn: Turn) -> str | None:
+def _unserved(turn: Turn) -> str | None:
+    if turn.x.device.type == "meta":
+        return "x has no values"
     return "x is on the CPU" if turn.target.backend == "cpu" else None
 
 
@@ -68,5 +70,5 @@ TURN: Final = Dispatch(
     operands=_operands,
     kernels=(Kernel("triton", _no_triton, no_config, lambda turn, _: triton.plan_turn(turn.x, turn.out, turn.target)),),
     reference=_copied,
-    unserved=_on_cpu,
+    unserved=_unserved,
 )
