@@ -555,7 +555,8 @@ class Regions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "nested":
-            return shared_twice(shared_twice(x, *self.layers[:2]), *self.layers[2:])  # type: ignore[no-any-return]
+            first, second, third, fourth = self.layers  # Dynamo of PyTorch 2.11 traces no slice of a ParameterList
+            return shared_twice(shared_twice(x, first, second), third, fourth)  # type: ignore[no-any-return]
         for w in self.layers:
             x = shared_experts(x, w, self.ends) if self.kind == "experts" else shared(x, w)
         return x
