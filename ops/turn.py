@@ -46,7 +46,9 @@ def column_major(x: Tensor) -> Tensor:
 
 def _operands(tensors: Sequence[Any], _: Sequence[Any]) -> Turn:
     (x,) = tensors
-    out = torch.empty_strided(x.shape, matrix_strides(x.shape, True, 16), dtype=x.dtype, device=x.device)
+    out = torch.empty_strided(
+        x.shape, matrix_strides(x.shape, column_major=True, align=16), dtype=x.dtype, device=x.device
+    )
     return Turn(x=x, out=out, target=targets.target_of(x.device))
 
 

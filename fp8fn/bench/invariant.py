@@ -1,4 +1,4 @@
-"""What batch invariance costs, product by product: `python -m fp8fn bench invariant`.
+"""The cost of batch invariance, product by product: `python -m fp8fn bench invariant`.
 
 Products of M rows by an FP8 weight of an 8B model's layer, with and without `Recipe(batch_invariant=True)`, in turn in
 one process, beside bf16. Three kinds of activations are measured:

@@ -11,7 +11,7 @@ fills no cache. The embedding and the head stay in bf16.
   `backend="fp8fn"`, which also fuses the quantizers of activations into norms and into `silu(gate) * up`.
 - `torchao:dynamic-rowwise` and `torchao:dynamic-tensorwise` are `quantize_` with
   Float8DynamicActivationFloat8WeightConfig. Their products accumulate fast. Inductor compiles them as it compiles
-  bf16, without the coordinate descent that torchao recommends, which takes minutes.
+  bf16, without the coordinate descent that torchao recommends: it takes over a minute.
 
 All variants compile in one process and take turns. A time is the device's, a median over the turns. SNR compares the
 logits with those of eager bf16 with the same weights before they were quantized.

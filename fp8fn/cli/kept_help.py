@@ -37,7 +37,7 @@ class Help(argparse.HelpFormatter):
 
 
 def kept(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """What a parser's help shows, as JSON holds it."""
+    """The arguments and texts that a parser's help shows, as JSON holds them."""
     return {
         "prog": parser.prog,
         "description": parser.description,
