@@ -6,7 +6,6 @@ With `activations="fp8"` the op quantizes many rows and multiplies in FP8; `ops/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -189,12 +188,6 @@ def _configure_triton_once(product: WeightProduct) -> Any:
     return triton.choose_config(64, product.n, product.w.block, product.x.dtype, product.target)
 
 
-def _one_row(product: WeightProduct) -> WeightProduct:
-    """The product of the first row of each matrix, by which a kernel is chosen for all."""
-    product = product.as_matrix()
-    return replace(product, x=product.x[..., :1, :], out=product.out[..., :1, :])
-
-
 def _aligned(product: WeightProduct) -> tuple[Tensor | None, ...] | None:
     """A copy of `x` where TMA could not read it as it lies, and could read a copy: its place must not matter."""
     x, (w, w_scale, _) = product.x, product.w
@@ -224,17 +217,15 @@ MM_A16W8: Final = Dispatch(
     named=_named,
 )
 
-# One kernel and one configuration for every number of rows: the order of a sum must not depend on it.
+# One order of each row's sum for every number of rows. The kernels in CUDA C++ divide K alike; Triton's has one tile.
 MM_A16W8_INVARIANT: Final = Dispatch(
     op="mm_a16w8, batch-invariant",
     inputs=("x", "w", "w_scale", "bias"),
     operands=_operands,
     problem=WeightProduct.as_matrix,
     kernels=(
-        Kernel(
-            "cuda_splitk", lambda product: splitk_a16w8.accepts(_one_row(product)), splitk_a16w8.configure_invariant,
-            splitk_a16w8.plan,
-        ),
+        Kernel("cuda_many", mm_a16w8.why_not_invariant, mm_a16w8.configure_invariant, mm_a16w8.plan),
+        Kernel("cuda_splitk", splitk_a16w8.accepts_invariant, splitk_a16w8.configure_invariant, splitk_a16w8.plan),
         Kernel("triton_mm", takes_all, _configure_triton_once, triton.plan_mm_a16w8),
     ),
     reference=_reference_by_rows,

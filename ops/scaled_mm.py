@@ -253,13 +253,10 @@ def _rows_by_cublaslt(product: ScaledProduct) -> str | None:
     return _by_cublaslt(product) if cublaslt.allowed() else "it is left out here"
 
 
-def _configure_cuda_once(product: ScaledProduct) -> cuda.ScaledMmConfig:
-    """The best tile of 256 rows that shares K with no other block, for any number of rows."""
-    from fp8fn.ops.tuning.model import ranked
-    from fp8fn.ops.tuning.problem import problem_of
+def _configure_cuda_in_one_order(product: ScaledProduct) -> cuda.ScaledMmConfig:
+    from fp8fn.ops.tuning.model import in_one_order
 
-    problem = dataclasses.replace(problem_of(product), m=256, batch=1)
-    return next(config for config in ranked(problem, product.target.cores) if config.SPLIT == 1)
+    return in_one_order(product)
 
 
 def _named(product: ScaledProduct) -> Named | None:
@@ -308,13 +305,13 @@ SCALED_MM_FAST: Final = dataclasses.replace(
     faults={},
 )
 
-# One kernel and one configuration for every number of rows: the order of a sum must not depend on it.
+# One order of each row's sum for every number of rows: tiles of the kernel in CUDA C++ that have K in one part have it.
 SCALED_MM_INVARIANT: Final = Dispatch(
     op="scaled_mm, batch-invariant",
     inputs=SCALED_MM.inputs,
     operands=_operands,
     kernels=(
-        Kernel("cuda", by_cuda, _configure_cuda_once, cuda.plan),
+        Kernel("cuda", by_cuda, _configure_cuda_in_one_order, cuda.plan),
         Kernel("triton", takes_all, lambda p: triton.choose_config(64, p.n, p.k, p.target), triton.plan_scaled_mm),
     ),
     reference=_reference_by_rows,

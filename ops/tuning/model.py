@@ -337,6 +337,21 @@ def dense_config(problem: Problem, cores: int, *, free: bool) -> ScaledMmConfig:
     return min((there[0], *gains), key=lambda tile: gains.get(tile, 1) * microseconds(problem, tile, cores))
 
 
+def in_one_order(product: ScaledProduct) -> ScaledMmConfig:
+    """The configuration of the least time among those in which a row's sum has one order, for any number of rows.
+
+    All of them have K in one part. With scales along K each K tile is promoted by itself; without them `PROMOTE` K
+    tiles are where there are two temporaries, so that tiles with one are left out.
+    """
+    problem, cores = problem_of(product), product.target.cores
+    config = next(
+        config
+        for config in ranked(problem, cores)
+        if config.SPLIT == 1 and (problem.is_scaled_along_k or config.DEPTH == 2)
+    )
+    return replace(config, TURNS=False) if _is_free(product) and takes_turns(problem, config) else config
+
+
 def _is_free(product: ScaledProduct) -> bool:
     """Whether the nearest chip on which both were timed is faster without turns."""
     chip = product.chip or chip_of(product.a.data.device, product.target)

@@ -1,8 +1,9 @@
-"""The kernels of batch-invariant products: one choice for every number of rows, and equal bits of each row."""
+"""The kernels of batch-invariant products: one order of sums for every number of rows, and equal bits of each row."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,58 +11,143 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import fp8fn
+from fp8fn import ScaledTensor
 from fp8fn.ops import mm_a16w8, scaled_mm
+from fp8fn.ops.cuda.gemm import mm_a16w8 as many
+from fp8fn.ops.cuda.gemm import splitk_a16w8
+from fp8fn.ops.cuda.gemm.splitk_a16w8 import SplitKConfig, with_stages
+from fp8fn.ops.cuda.limits import ceil_power_of_two
+from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import SM89, SM90, SM100, Target
-from fp8fn.ops.tuning.problem import Problem, empty_product
+from fp8fn.ops.tuning.model import candidates
+from fp8fn.ops.tuning.problem import Problem, empty_product, problem_of
+from fp8fn.ops.tuning.weight import WeightProblem
+from support.accuracy import snr
 from support.cuda_emulator import emulate, needs_compiler
+from support.gpu import FEW
 from support.operands.weights import assert_right, operand, operands
-from support.products import weight_product
+from support.products import scaled_product, weight_product
 
 WIDTHS = ((6144, 4096), (4096, 14336), (128256, 4096), (72, 768), (64, 100))
 
 
-@pytest.mark.parametrize("target", [SM89, SM90, SM100], ids=lambda target: target.name)
+HOPPER = WIDTHS[:4]  # lines of K=100 begin at no multiples of 16 bytes, and Triton's kernel takes them
+SIZES = (1, 2, 9, 16, 17, 33, 64, 65, 128, 129, 256, 512, 4096)
+CONFIG = SplitKConfig(64, 4, 0, 1, 1, LATE=True)
+
+
+@pytest.mark.parametrize("target", [SM89, SM100], ids=lambda target: target.name)
 def test_rows_do_not_decide(target: Target) -> None:
     for n, k in WIDTHS:
-        weights = [
-            replace(operands(m, n, k, constant=constant), target=target)
-            for m in (1, 2, 9, 16, 17, 33, 128, 129, 256)
-            for constant in (False, True)
-        ]
+        weights = [replace(operands(m, n, k), target=target) for m in SIZES]
         chosen = {(choice.name, choice.config) for choice in map(mm_a16w8.MM_A16W8_INVARIANT.choose, weights)}
         assert len(chosen) == 1
-        products = [empty_product(Problem(m, n, k), "meta", target) for m in (1, 16, 17, 64, 129, 256, 4096)]
+        products = [empty_product(Problem(m, n, k), "meta", target) for m in SIZES]
         found = {(choice.name, choice.config) for choice in map(scaled_mm.SCALED_MM_INVARIANT.choose, products)}
         assert len(found) == 1
-        if target is SM90:
-            assert next(iter(found))[1].SPLIT == 1
+
+
+@pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
+def test_rows_decide_about_the_tile_and_not_about_k_on_hopper(block: Block) -> None:
+    """K is divided alike for all rows; where it is in one part, `cuda_many` promotes in the same order."""
+    for n, k in (*HOPPER, (4096, 4096), (28672, 4096), (512, 16384)):
+        problems = [WeightProblem(m, n, k, block=block, constant=constant) for m in SIZES for constant in (False, True)]
+        choices = [mm_a16w8.MM_A16W8_INVARIANT.choose(problem.product()) for problem in problems]
+        clusters = {choice.config.CLUSTER for choice in choices if choice.name == "cuda_splitk"}
+        assert len(clusters) == 1, (n, k)
+        for problem, choice in zip(problems, choices, strict=True):
+            if choice.name == "cuda_splitk":
+                tile = 16 * -(-problem.m // 16)
+                assert min(ceil_power_of_two(tile), 128) == choice.config.ROWS
+                assert choice.config.STAGES >= 2
+            else:
+                assert choice.name == "cuda_many"
+                assert clusters == {1}
+                assert block != (-1, 1)  # products with one scale for all of K stay in the tensor core's accumulator
+                assert (choice.config.BM, choice.config.K_PARTS) == (128, 1)
+
+
+@pytest.mark.parametrize("kinds", [("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE")])
+def test_two_operands_have_k_in_one_part_on_hopper(kinds: tuple[str, str]) -> None:
+    for n, k in HOPPER:
+        problems = [Problem(m, n, k, *kinds) for m in SIZES]
+        choices = [scaled_mm.SCALED_MM_INVARIANT.choose(empty_product(each, "meta", SM90)) for each in problems]
+        assert {(choice.name, choice.config.SPLIT) for choice in choices} == {("cuda", 1)}
+        if kinds[0] != "VECTOR":  # PROMOTE K tiles a promotion
+            assert {(choice.config.DEPTH, choice.config.PROMOTE) for choice in choices} == {(2, 4)}
+        if n > 4096:
+            assert choices[0].config.BM == 64 < choices[-1].config.BM
 
 
 @needs_compiler
-def test_a_row_has_the_same_bits_in_cuda() -> None:
-    """K is shared by a cluster; rows fill several tiles, more than the kernel takes by default."""
-    x, w = torch.randn(150, 768).bfloat16(), operand(768, 72, (128, 128))
-    kernel = mm_a16w8.MM_A16W8_INVARIANT.kernels[0]
+@pytest.mark.parametrize(("n", "k", "cluster"), [(72, 768, 3), (136, 600, 1)])
+@pytest.mark.parametrize("block", [(128, 128), (128, 1)], ids=str)
+def test_a_row_has_the_same_bits_in_cuda(n: int, k: int, cluster: int, block: Block) -> None:
+    """In tiles of any height, at any place of them, and in the kernel of many rows where K is in one part."""
+    x, w = torch.randn(150, k).bfloat16(), operand(k, n, block)
 
-    def product(x: Tensor) -> Tensor:
-        out = torch.empty(len(x), 72)
+    def product(x: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(x), n, dtype=dtype)
         given = weight_product(x, w, out)
-        assert kernel.accepts(given) is None
-        config = kernel.configure(given)
-        assert config.CLUSTER > 1
-        emulate(kernel.plan(given, config)[0])
+        if isinstance(config, SplitKConfig):
+            assert splitk_a16w8.accepts_invariant(given) is None
+            emulate(splitk_a16w8.plan(given, config)[0])
+        else:
+            assert many.accepts(given) is None
+            emulate(many.plan(given, config)[0])
         return out
 
-    whole = product(x)
+    def tile(rows: int) -> SplitKConfig:
+        return with_stages(replace(CONFIG, ROWS=rows, CLUSTER=cluster), k, block)
+
+    whole = product(x, tile(128), torch.float32)
     assert_right(whole, x, w)
-    for start, end in ((0, 1), (7, 24), (11, 140), (149, 150)):
-        assert torch.equal(product(x[start:end]), whole[start:end])
+    for start, end, rows in ((0, 1, 16), (7, 24, 32), (11, 75, 64), (0, 150, 64), (149, 150, 16), (20, 90, 128)):
+        assert torch.equal(product(x[start:end], tile(rows), torch.float32), whole[start:end]), (start, end, rows)
+    if cluster == 1:
+        config = many.configure_invariant(weight_product(x, w, torch.empty(150, n)))
+        assert torch.equal(product(x, config, torch.bfloat16), whole.bfloat16())
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), ((1, -1), (1, -1))], ids=["blocks", "rows"])
+def test_a_row_of_two_operands_has_the_same_bits_in_cuda(blocks: tuple[Block, Block]) -> None:
+    """In every tile with K in one part, of all rows and of a few."""
+    a, b = fp8fn.quantize(torch.randn(136, 1312), blocks[0]), fp8fn.quantize(torch.randn(136, 1312), blocks[1]).mT
+
+    def product(rows: slice, config: Any) -> Tensor:
+        part = ScaledTensor(a.data[rows], _tma_scales(a.scale[rows]), a.block)
+        out = torch.empty(len(part.data), 136)
+        given = scaled_product(part, b, out, FEW)
+        assert scaled_mm.cuda.accepts(given) is None
+        emulate(scaled_mm.cuda.plan(given, config)[0])
+        return out
+
+    problem = problem_of(scaled_product(a, b, torch.empty(136, 136), FEW))
+    alike = [
+        config
+        for config in candidates(problem, FEW.cores)
+        if config.SPLIT == 1 and (problem.is_scaled_along_k or config.DEPTH == 2)
+    ]
+    assert len({(config.BM, config.BN) for config in alike}) >= 6
+    whole = product(slice(0, 136), alike[0])
+    assert snr(whole, a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double()) > 110
+    for i, config in enumerate(alike):
+        rows = (slice(0, 136), slice(0, 1), slice(8, 108))[i % 3]
+        assert torch.equal(product(rows, config), whole[rows]), (config, rows)
+
+
+def _tma_scales(scale: Tensor) -> Tensor:
+    """A copy whose columns begin at multiples of 16 bytes, as a quantizer's do."""
+    rows, columns = scale.shape
+    return torch.empty_strided((rows, columns), (1, -(-rows // 4) * 4), dtype=scale.dtype).copy_(scale)
 
 
 def test_a_row_has_the_same_bits_in_triton() -> None:
     """Rows at the same places of their tiles: the interpreter multiplies tiles by NumPy, whose sums places decide."""
     x, w = torch.randn(150, 300).bfloat16(), operand(300, 72, (128, 128))
-    kernel = mm_a16w8.MM_A16W8_INVARIANT.kernels[1]
+    kernel = mm_a16w8.MM_A16W8_INVARIANT.kernels[-1]
 
     def product(x: Tensor) -> Tensor:
         out = torch.empty(len(x), 72)

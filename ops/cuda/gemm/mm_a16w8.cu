@@ -311,13 +311,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                         wgmma_wait<0>();
                         fence_registers(d);
                         release(used[slice]);
+                        // As splitk_a16w8.cu promotes, for the same bits.
 #pragma unroll
-                        for (int j = 0; j < WIDTH / 8; ++j) {
-                            acc[slice][4 * j + 0] += scale.upper * d[4 * j + 0];
-                            acc[slice][4 * j + 1] += scale.upper * d[4 * j + 1];
-                            acc[slice][4 * j + 2] += scale.lower * d[4 * j + 2];
-                            acc[slice][4 * j + 3] += scale.lower * d[4 * j + 3];
-                        }
+                        for (int i = 0; i < WIDTH / 2; ++i)
+                            acc[slice][i] = __fmaf_rn(d[i], i % 4 < 2 ? scale.upper : scale.lower, acc[slice][i]);
                     }
                 }
                 for (int i = 0; i < (K_PARTS - 1) * SLICES; ++i) ring_x.advance();

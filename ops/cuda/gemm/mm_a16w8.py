@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from fp8fn.ops.cuda.gemm import splitk_a16w8
 from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.scaled_mm import BK
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
@@ -152,6 +153,26 @@ def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> Many
         once = ManyRowsConfig(128, 1, 2, RESIDENT=1)
         return once if tiles(m, n, batches, once) <= cores else _SQUARE
     return ManyRowsConfig(64, 1, blocks, K_PARTS=1 if blocks == 2 else 2, RESIDENT=2)
+
+
+def configure_invariant(_: WeightProduct) -> ManyRowsConfig:
+    """The largest tile whose products are promoted as `splitk_a16w8` does it."""
+    return _SQUARE
+
+
+def why_not_invariant(product: WeightProduct) -> str | None:
+    """Why the kernel does not take over many rows of a batch-invariant product, or None.
+
+    Sums have the bits of `splitk_a16w8` where that kernel has K in one part and promotes each K tile.
+    """
+    problem = weight_problem(product)
+    if not splitk_a16w8.sums_whole_k(product):
+        return "K is shared by a cluster"
+    if SCALES[problem.block] == "LINE" or problem.k <= BK:
+        return "products are promoted by one scale for all of K"
+    if 3 * tiles(problem.m, problem.n, problem.batch, _SQUARE) < 2 * problem.cores or problem.m <= _SQUARE.BM // 2:
+        return f"M={problem.m} is few rows"
+    return splitk_a16w8.accepts_invariant(product) or accepts(product)
 
 
 def is_slow(problem: WeightProblem) -> bool:

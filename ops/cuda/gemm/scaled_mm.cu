@@ -266,6 +266,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
         if (copies && elect()) {
             const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
             [[maybe_unused]] const uint64_t first_out = B_ONCE ? first_out_policy() : 0;
+            // TMA takes longer to fill rows past the end with zeros than to load rows, so that a box has no more rows
+            // than A. The other rows of the stage are never written, and the products with them are not stored.
+            const int stage_bytes =
+                (B_ONCE ? min(problem.M, BM) * BK : A_BYTES) + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
             Walk walk(problem, offsets);
             for (int index; walk.reaches(index = deal.next());) {
                 const Tile tile = walk.at(index);
@@ -276,7 +280,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                     const uint32_t to_a = base + s * A_BYTES, to_b = base + AT_B + s * B_BYTES;
                     const int along_k = tile.row_of(k);
                     barrier_wait(empty(s), ring.parity ^ 1);
-                    barrier_expect(full(s), A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES);
+                    barrier_expect(full(s), stage_bytes);
                     if constexpr (CLUSTER > 1 && !SHARE_B) {
                         constexpr int PIECE = BM / CLUSTER;
                         tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), along_k, tile.m + rank * PIECE,

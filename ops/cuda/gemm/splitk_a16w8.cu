@@ -5,8 +5,9 @@
 // registers, one K tile of 128 at a time, which are the left operand of wgmma; ROWS rows of x are the right one. It
 // widens the next K tile while the tensor core multiplies. Each product is scaled and added in float32.
 //
-// Decomposition. A cluster of CLUSTER blocks has BN columns of w and ROWS rows of x, and its blocks share K. They
-// exchange their sums by `exchange.cuh`.
+// Decomposition. A cluster of CLUSTER blocks has BN columns of w and up to ROWS rows of x, and its blocks share K. They
+// exchange their sums by `exchange.cuh`. TMA brings `x_rows` rows: filling rows past the end with zeros takes longer than
+// loading them. The other rows of a stage are never written; their products are not stored.
 //
 // Pipeline. A producer warp keeps STAGES K tiles of both operands in flight by TMA. Where the stages hold the block's
 // whole part of K there is no producer warp, and the consumers widen the first HELD K tiles while x is on its way.
@@ -28,7 +29,6 @@ constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the producer warp; stag
 static_assert(HELD <= STAGES && (HELD != 1 || STAGES == 1));
 
 constexpr int W_BYTES = BN * BK, X_HALF = ROWS * 128, X_BYTES = 2 * X_HALF;  // of a stage; x in halves of 64 of K
-constexpr int FILLED = HELD > 0 ? W_BYTES : W_BYTES + X_BYTES;  // bytes that the mbarrier of a stage expects
 constexpr int AT_X = STAGES * W_BYTES;
 constexpr int AT_ARRIVED = AT_X + STAGES * X_BYTES;
 constexpr int AT_FULL = AT_ARRIVED + SUMS_BYTES;
@@ -38,8 +38,8 @@ constexpr int AT_SCALES = (AT_SENT + 8 + 15) / 16 * 16;
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
     splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
-                 const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int x_batched, int w_batched,
-                 int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
+                 const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int x_rows, int x_batched,
+                 int w_batched, int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
     if constexpr (!LATE) let_next_begin();
     char* const stages = swizzled_memory();
     const uint32_t base = shared_address(stages);
@@ -48,20 +48,20 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows that a warp branches as one
     const int lane = threadIdx.x % 32;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS, matrix = blockIdx.z;
-    const int rows = min(M - first_m, ROWS);
+    const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * x_rows, matrix = blockIdx.z;
+    const int rows = min(M - first_m, x_rows), x_bytes = x_rows * 256;  // of a stage, which x may not fill
     const uint32_t steps = (K + BK - 1) / BK;
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
     // (count, BN) where SCALE is VECTOR, (count, BN / 64) for BLOCK, (BN) for LINE.
     float* const w_scales = reinterpret_cast<float*>(stages + AT_SCALES);
 
     auto load_w = [&](int stage, int step) {
-        barrier_expect(full(stage), FILLED);
+        barrier_expect(full(stage), HELD > 0 ? W_BYTES : W_BYTES + x_bytes);
         tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * BK, tile_n, matrix * w_batched);
     };
     auto load_x = [&](int stage, int step) {
         const uint32_t barrier = HELD > 0 ? empty(stage) : full(stage);
-        if constexpr (HELD > 0) barrier_expect(barrier, X_BYTES);
+        if constexpr (HELD > 0) barrier_expect(barrier, x_bytes);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * BK + half * 64,
@@ -185,7 +185,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
             const float2 scales = *reinterpret_cast<const float2*>(w_scales + pair + 8 * i);
             sums.x *= scales.x, sums.y *= scales.y;
         }
-        if constexpr (HAS_BIAS) sums.x += biases[i].x, sums.y += biases[i].y;
+        // Without a bias 0 is added, which makes 0 of -0: mm_a16w8.cu does so too, and serves more rows in the same bits.
+        const float2 added = HAS_BIAS ? biases[i] : make_float2(0.0f, 0.0f);
+        sums.x += added.x, sums.y += added.y;
         store_pair(pairs + slice * next_slice + 8 * i, sums.x, sums.y, room - 8 * i);
     };
     finish_sums(acc, stages, AT_ARRIVED, base + AT_SENT, rows, rank, warp, store);

@@ -32,6 +32,7 @@ from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 _MOST_CLUSTER: Final = 8
 _SHORT: Final = 4  # stages of K
 _FEW: Final = 8  # rows
+_BLOCK_STEPS: Final = 4  # stages of K that take as long as a block's start and the exchange of its sums, estimated
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,56 @@ def choose_config(problem: WeightProblem) -> SplitKConfig:
 
 
 def configure_invariant(product: WeightProduct) -> SplitKConfig:
-    """One configuration for every number of rows: as a ring divides K of 64 rows."""
-    return _ring(weight_problem(product)._replace(m=64, batch=1, constant=False))
+    """The tile of up to 16, 32, 64 or 128 rows that fits best, with one division of K for every number of rows.
+
+    A row's sum is the same in all of them: wgmma adds the pieces of a K tile, each K tile is promoted, and the parts of
+    K are added, in the order of K whatever the tile's rows are.
+    """
+    problem = weight_problem(product)
+    cluster = _invariant_cluster(problem)
+    wide = problem.m > 64
+    if wide and (config := _invariant(problem, 128, cluster)).STAGES >= LEAST_STAGES:
+        return config
+    return _invariant(problem, 64 if wide else max(16, ceil_power_of_two(problem.m)), cluster)
+
+
+def accepts_invariant(product: WeightProduct) -> str | None:
+    """None where `plan` takes `configure_invariant`'s configuration for every number of rows, else the reason why not.
+
+    A kernel that refuses one row serves no other number of rows either.
+    """
+    product = product.as_matrix()
+    one = replace(product, x=product.x[..., :1, :], out=product.out[..., :1, :])
+    if (reason := accepts(one)) is not None:
+        return reason
+    problem = weight_problem(product)
+    if _invariant(problem, 64, _invariant_cluster(problem)).STAGES < LEAST_STAGES:
+        return f"the scales of K={product.k} do not fit into shared memory"
+    return None
+
+
+def sums_whole_k(product: WeightProduct) -> bool:
+    """Whether `configure_invariant` leaves K in one part."""
+    return _invariant_cluster(weight_problem(product)) == 1
+
+
+def _invariant_cluster(problem: WeightProblem) -> int:
+    """Blocks along K, from the weight's shape alone: the multiprocessor with the most blocks decides about the time."""
+    columns, steps = -(-problem.n // 64), stages_of(problem.k)
+    if columns > problem.cores:
+        return 1
+
+    def time(cluster: int) -> int:
+        return -(-columns * cluster // problem.cores) * (-(-steps // cluster) + _BLOCK_STEPS)
+
+    return min(range(1, max(1, min(steps // 2, _MOST_CLUSTER)) + 1), key=time)
+
+
+def _invariant(problem: WeightProblem, rows: int, cluster: int) -> SplitKConfig:
+    """Sums of 128 rows leave registers for one block on a multiprocessor, those of 64 rows for two."""
+    crowded = _tiles(problem) * cluster > 2 * problem.cores
+    resident = 1 if rows == 128 else 3 if rows <= 32 and crowded else 2
+    return with_stages(SplitKConfig(rows, 4, 0, cluster, resident, LATE=True), problem.k, problem.block)
 
 
 def candidates(problem: WeightProblem) -> tuple[SplitKConfig, ...]:
@@ -199,7 +248,9 @@ def plan(product: WeightProduct, config: SplitKConfig) -> tuple[CudaLaunch]:
         "HELD": config.HELD,
     }  # fmt: skip
     kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
-    grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), batches
+    row_tiles = -(-m // config.ROWS)
+    x_rows = -(-m // row_tiles)  # tiles are equally high, so that few rows of the last one are past the end
+    grid = -(-n // config.BN) * config.CLUSTER, row_tiles, batches
     resident = min(grid[0] * grid[1] * grid[2], product.target.cores * config.RESIDENT)
     return (
         CudaLaunch(
@@ -211,11 +262,11 @@ def plan(product: WeightProduct, config: SplitKConfig) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared(k, product.w.block),
             args={
-                "x": TensorMap(as_batch(x), (1, config.ROWS, 64), 128),
+                "x": TensorMap(as_batch(x), (1, x_rows, 64), 128),
                 "w": TensorMap(as_batch(w.mT), (1, config.BN, STAGE_K), 128),
                 "w_scale": product.w.scale, "bias": product.bias, "out": product.out, "M": m, "N": n, "K": k,
                 "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
-                "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
+                "x_rows": x_rows, "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
                 **column_steps(product),
             },
             target=product.target,
