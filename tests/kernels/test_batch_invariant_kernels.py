@@ -160,3 +160,25 @@ def test_a_row_has_the_same_bits_in_triton() -> None:
     assert_right(whole, x, w)
     for start, end in ((0, 1), (0, 24), (64, 70), (64, 150)):
         assert torch.equal(product(x[start:end]), whole[start:end])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prequant", [False, True])
+@pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (28672, 512), (4096, 14336), (72, 768)])
+def test_each_number_of_rows_gives_the_same_bits_on_a_gpu(n: int, k: int, block: Block, prequant: bool) -> None:
+    """1 to 256 rows, and more, at the start and at the end of 4500."""
+    x = torch.randn(4500, k, device="cuda").bfloat16()
+    w = fp8fn.quantize(torch.randn(n, k, device="cuda").mT, block)
+
+    def product(x: Tensor) -> Tensor:
+        return fp8fn.gemm(x, w, recipe=fp8fn.Recipe(batch_invariant=True), prequant=prequant)
+
+    whole = product(x)
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for m in (*range(1, 257), 300, 512, 1000, 2048):
+        differing += (product(x[:m]).view(torch.int16) != whole[:m].view(torch.int16)).sum()
+        differing += (product(x[-m:]).view(torch.int16) != whole[-m:].view(torch.int16)).sum()
+    assert int(differing) == 0
+    exact = x[:64].double() @ w.dequantize(torch.float32).double()
+    assert snr(whole[:64], exact) > (28 if prequant else 45)
