@@ -305,7 +305,7 @@ SCALED_MM_FAST: Final = dataclasses.replace(
     faults={},
 )
 
-# One order of each row's sum for every number of rows: tiles of the kernel in CUDA C++ that have K in one part have it.
+# One order of each row's sum for every number of rows: tiles of the kernel in CUDA C++ that divide K alike have it.
 SCALED_MM_INVARIANT: Final = Dispatch(
     op="scaled_mm, batch-invariant",
     inputs=SCALED_MM.inputs,

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
-from math import ceil, hypot
+from math import ceil, fsum, hypot, log
 from typing import Final
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
@@ -107,6 +107,7 @@ _FREE: Final = (X,)
 _FREE_GAIN: Final = 0.96  # its time without turns to that with them
 _FREE_ON: Final = Chip("NVIDIA H200", 132)
 _IN_TURNS_ON: Final = Chip("NVIDIA H100 80GB HBM3", 132)
+_INVARIANT_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # that share one division of K
 _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
 _NAME: Final = re.compile(r"(\d+x\d+d[012](?:[ab]\d+|f)?)(?:g([1-9]\d*))?(?:s([1-9]\d*))?")
 
@@ -338,18 +339,46 @@ def dense_config(problem: Problem, cores: int, *, free: bool) -> ScaledMmConfig:
 
 
 def in_one_order(product: ScaledProduct) -> ScaledMmConfig:
-    """The configuration of the least time among those in which a row's sum has one order, for any number of rows.
-
-    All of them have K in one part. With scales along K each K tile is promoted by itself; without them `PROMOTE` K
-    tiles are where there are two temporaries, so that tiles with one are left out.
-    """
+    """The configuration of the least time among those in which a row's sum has one order, for any number of rows."""
     problem, cores = problem_of(product), product.target.cores
-    config = next(
-        config
-        for config in ranked(problem, cores)
-        if config.SPLIT == 1 and (problem.is_scaled_along_k or config.DEPTH == 2)
+    split = _one_split(replace(problem, m=1, batch=1), cores)
+    config = _fastest(problem, cores, split)
+    free = split == 1 and _is_free(product) and takes_turns(problem, config)
+    return replace(config, TURNS=False) if free else config
+
+
+def alike(problem: Problem, split: int) -> tuple[ScaledMmConfig, ...]:
+    """The tiles that divide K into `split` parts and add the products of K tiles in one order.
+
+    With scales along K each K tile is promoted by itself. Without them `PROMOTE` K tiles are where there are two
+    temporaries, so that tiles with one are left out.
+    """
+    blocks = -(-problem.k // BK)
+    return tuple(
+        replace(tile, SPLIT=split)
+        for tile in tiles(problem)
+        if (problem.is_scaled_along_k or tile.DEPTH == 2) and (split == 1 or _can_share(tile, blocks, split))
     )
-    return replace(config, TURNS=False) if _is_free(product) and takes_turns(problem, config) else config
+
+
+@lru_cache(maxsize=4096)
+def _one_split(problem: Problem, cores: int) -> int:
+    """The parts of K for every number of rows: those of the least time in the geometric mean over 1 to 256 rows."""
+
+    def time(split: int) -> float:
+        times = (_fastest_us(replace(problem, m=m), cores, split) for m in _INVARIANT_ROWS)
+        return fsum(log(us - _LAUNCH_US) for us in times)
+
+    return min((split for split in (1, *_RESIDENT_CLUSTERS) if alike(problem, split)), key=time)
+
+
+def _fastest(problem: Problem, cores: int, split: int) -> ScaledMmConfig:
+    found = alike(problem, split)
+    return min(found, key=lambda config: (microseconds(problem, config, cores), config_name(config)))
+
+
+def _fastest_us(problem: Problem, cores: int, split: int) -> float:
+    return microseconds(problem, _fastest(problem, cores, split), cores)
 
 
 def _is_free(product: ScaledProduct) -> bool:

@@ -20,7 +20,7 @@ from fp8fn.ops.cuda.gemm.splitk_a16w8 import SplitKConfig, with_stages
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import SM89, SM90, SM100, Target
-from fp8fn.ops.tuning.model import candidates
+from fp8fn.ops.tuning.model import alike
 from fp8fn.ops.tuning.problem import Problem, empty_product, problem_of
 from fp8fn.ops.tuning.weight import WeightProblem
 from support.accuracy import snr
@@ -69,11 +69,14 @@ def test_rows_decide_about_the_tile_and_not_about_k_on_hopper(block: Block) -> N
 
 
 @pytest.mark.parametrize("kinds", [("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE")])
-def test_two_operands_have_k_in_one_part_on_hopper(kinds: tuple[str, str]) -> None:
+def test_two_operands_divide_k_alike_on_hopper(kinds: tuple[str, str]) -> None:
     for n, k in HOPPER:
         problems = [Problem(m, n, k, *kinds) for m in SIZES]
         choices = [scaled_mm.SCALED_MM_INVARIANT.choose(empty_product(each, "meta", SM90)) for each in problems]
-        assert {(choice.name, choice.config.SPLIT) for choice in choices} == {("cuda", 1)}
+        splits = {choice.config.SPLIT for choice in choices}
+        assert len(splits) == len({choice.name for choice in choices}) == 1
+        assert (n, k) != (4096, 14336) or splits < {2, 4}
+        assert n < 8192 or splits == {1}
         if kinds[0] != "VECTOR":  # PROMOTE K tiles a promotion
             assert {(choice.config.DEPTH, choice.config.PROMOTE) for choice in choices} == {(2, 4)}
         if n > 4096:
@@ -112,8 +115,9 @@ def test_a_row_has_the_same_bits_in_cuda(n: int, k: int, cluster: int, block: Bl
 
 @needs_compiler
 @pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), ((1, -1), (1, -1))], ids=["blocks", "rows"])
-def test_a_row_of_two_operands_has_the_same_bits_in_cuda(blocks: tuple[Block, Block]) -> None:
-    """In every tile with K in one part, of all rows and of a few."""
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_row_of_two_operands_has_the_same_bits_in_cuda(blocks: tuple[Block, Block], split: int) -> None:
+    """In every tile that divides K alike, of all rows and of a few."""
     a, b = fp8fn.quantize(torch.randn(136, 1312), blocks[0]), fp8fn.quantize(torch.randn(136, 1312), blocks[1]).mT
 
     def product(rows: slice, config: Any) -> Tensor:
@@ -124,16 +128,11 @@ def test_a_row_of_two_operands_has_the_same_bits_in_cuda(blocks: tuple[Block, Bl
         emulate(scaled_mm.cuda.plan(given, config)[0])
         return out
 
-    problem = problem_of(scaled_product(a, b, torch.empty(136, 136), FEW))
-    alike = [
-        config
-        for config in candidates(problem, FEW.cores)
-        if config.SPLIT == 1 and (problem.is_scaled_along_k or config.DEPTH == 2)
-    ]
-    assert len({(config.BM, config.BN) for config in alike}) >= 6
-    whole = product(slice(0, 136), alike[0])
+    configs = alike(problem_of(scaled_product(a, b, torch.empty(136, 136), FEW)), split)
+    assert len({(config.BM, config.BN) for config in configs}) >= (6 if split == 1 else 4)
+    whole = product(slice(0, 136), configs[0])
     assert snr(whole, a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double()) > 110
-    for i, config in enumerate(alike):
+    for i, config in enumerate(configs):
         rows = (slice(0, 136), slice(0, 1), slice(8, 108))[i % 3]
         assert torch.equal(product(rows, config), whole[rows]), (config, rows)
 
