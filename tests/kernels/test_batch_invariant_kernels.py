@@ -24,6 +24,7 @@ from fp8fn.ops.tuning.model import alike
 from fp8fn.ops.tuning.problem import Problem, empty_product, problem_of
 from fp8fn.ops.tuning.weight import WeightProblem
 from support.accuracy import snr
+from support.compilers import needs_nvrtc
 from support.cuda_emulator import emulate, needs_compiler
 from support.gpu import FEW
 from support.operands.weights import assert_right, operand, operands
@@ -81,6 +82,17 @@ def test_two_operands_divide_k_alike_on_hopper(kinds: tuple[str, str]) -> None:
             assert {(choice.config.DEPTH, choice.config.PROMOTE) for choice in choices} == {(2, 4)}
         if n > 4096:
             assert choices[0].config.BM == 64 < choices[-1].config.BM
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
+@pytest.mark.parametrize("m", [16, 128])
+def test_tiles_without_a_measured_configuration_spill_nothing(m: int, block: Block) -> None:
+    product = WeightProblem(m, 4096, 4096, block=block, constant=True).product()
+    config = splitk_a16w8.configure_invariant(product)
+    found = config.ROWS, config.CLUSTER
+    assert found == (m, 2)
+    assert splitk_a16w8.plan(product, config)[0].resources().spills == 0
 
 
 @needs_compiler
