@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import astuple, replace
@@ -151,17 +152,19 @@ def test_a_target_where_neither_nvrtc_nor_triton_is_installed() -> None:
 
 
 def test_the_kernel_of_a_batch_invariant_recipe() -> None:
-    """Its few rows share K with no other block of threads, as those of the plain recipe do."""
-    with torch.device("meta"):
-        layer, x = (
-            nn.Linear(24576, 1536, bias=False, dtype=torch.bfloat16),
-            torch.empty(64, 24576, dtype=torch.bfloat16),
-        )
-    kernels = [
-        fp8fn.explain(layer, x, recipe=recipe, target="h200", where="*", show=False).rows[0].kernel
-        for recipe in (fp8fn.BLOCKWISE, fp8fn.Recipe(batch_invariant=True))
-    ]
-    assert ["SPLIT=1" in str(kernel) for kernel in kernels] == [False, True]
+    """As many blocks of threads share K for few rows as for many, which the plain recipe divides otherwise."""
+
+    def split(rows: int, recipe: fp8fn.Recipe) -> str:
+        with torch.device("meta"):
+            layer = nn.Linear(14336, 4096, bias=False, dtype=torch.bfloat16)
+            x = torch.empty(rows, 14336, dtype=torch.bfloat16)
+        (row,) = fp8fn.explain(layer, x, recipe=recipe, target="h200", where="*", show=False).rows
+        (found,) = re.findall(r"SPLIT=\d", str(row.kernel))
+        return str(found)
+
+    invariant = fp8fn.Recipe(batch_invariant=True)
+    assert split(64, invariant) == split(4096, invariant) != "SPLIT=1"
+    assert split(64, fp8fn.BLOCKWISE) != split(4096, fp8fn.BLOCKWISE)
 
 
 def test_the_share_of_operations() -> None:
