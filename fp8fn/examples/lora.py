@@ -34,7 +34,7 @@ def main() -> None:
 
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
     model = get_peft_model(base, adapters)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     step_of = torch.compile(model) if gpu else model  # any backend
     tokens = (torch.arange(args.tokens, device=device) % 16).expand(2, -1)
     for step in range(args.steps):

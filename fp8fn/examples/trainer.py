@@ -35,7 +35,7 @@ def main() -> None:
             output_dir=folder,
             max_steps=args.steps,
             per_device_train_batch_size=2,
-            learning_rate=1e-3,
+            learning_rate=1e-4,
             bf16=True,
             use_cpu=not gpu,
             logging_steps=1,

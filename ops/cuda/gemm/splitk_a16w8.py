@@ -146,9 +146,8 @@ def _invariant_cluster(problem: WeightProblem) -> int:
 
 
 def _invariant(problem: WeightProblem, rows: int, cluster: int) -> SplitKConfig:
-    """Sums of 128 rows leave registers for one block on a multiprocessor, those of 64 rows for two."""
-    crowded = _tiles(problem) * cluster > 2 * problem.cores
-    resident = 1 if rows == 128 else 3 if rows <= 32 and crowded else 2
+    """Sums of 128 rows leave registers for one block on a multiprocessor; of fewer rows three took longer than two."""
+    resident = 1 if rows == 128 else 2
     return with_stages(SplitKConfig(rows, 4, 0, cluster, resident, LATE=True), problem.k, problem.block)
 
 
