@@ -20,6 +20,10 @@ from fp8fn.weights.quantize import quantize_weights
 
 # Tokens of a prompt, in every loop.
 PROMPT: Final = 16
+# What `mode="reduce-overhead"` sets, without guards of modules.
+UNGUARDED: Final = {
+    "triton.cudagraphs": True, "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +32,13 @@ class Way:
 
     Attributes:
         forward: whether `model.forward` is compiled, for the prefill too; else `generate` compiles the step alone.
+        guards: whether torch.compile's guards of modules are evaluated before each step.
         on_request: whether a run measures it only where it is named.
     """
 
     loop: str
     forward: bool = False
+    guards: bool = True
     on_request: bool = False
 
     @property
@@ -45,6 +51,8 @@ SERVED: Final[Mapping[str, Way]] = {
     "transformers bf16": Way(loop="bf16"),
     "transformers A16W8": Way(loop="A16W8"),
     "transformers A16W8, forward": Way(loop="A16W8", forward=True, on_request=True),
+    "transformers bf16, unguarded": Way(loop="bf16", guards=False, on_request=True),
+    "transformers A16W8, unguarded": Way(loop="A16W8", guards=False, on_request=True),
 }
 
 
@@ -74,7 +82,8 @@ class Served:
         if self.way.forward:
             self.model.forward = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
         else:
-            compiled = importlib.import_module("transformers").CompileConfig(mode="reduce-overhead", fullgraph=True)
+            how = {"mode": "reduce-overhead"} if self.way.guards else {"mode": None, "options": UNGUARDED}
+            compiled = importlib.import_module("transformers").CompileConfig(fullgraph=True, **how)
             compiled._compile_all_devices = True  # on a CPU, too
             self.options["compile_config"] = compiled
 
