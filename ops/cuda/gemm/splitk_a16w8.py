@@ -134,13 +134,13 @@ def sums_whole_k(product: WeightProduct) -> bool:
 
 
 def _invariant_cluster(problem: WeightProblem) -> int:
-    """Blocks along K, from the weight's shape alone: the multiprocessor with the most blocks decides about the time."""
+    """Blocks along K, from the weight's shape alone: those that are more than the multiprocessors share them."""
     columns, steps = -(-problem.n // 64), stages_of(problem.k)
     if columns > problem.cores:
         return 1
 
-    def time(cluster: int) -> int:
-        return -(-columns * cluster // problem.cores) * (-(-steps // cluster) + _BLOCK_STEPS)
+    def time(cluster: int) -> float:
+        return max(1.0, columns * cluster / problem.cores) * (-(-steps // cluster) + _BLOCK_STEPS)
 
     return min(range(1, max(1, min(steps // 2, _MOST_CLUSTER)) + 1), key=time)
 
