@@ -202,6 +202,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("prefill", prefill.table, optional=True),
         _committed("invariant", invariant.table, optional=True),
         _committed("generate", generate.table),
+        _committed("generate-batches", generate.table, optional=True),
         _committed("generate-transformers", generate.table),
         _committed("host", host),
         _committed("host-h100", host),
