@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from fp8fn import ScaledTensor
 from fp8fn.ops.cuda.gemm import a16w8_tiles, mx_tiles
 from fp8fn.ops.cuda.runtime import call_cache, driver, graph_capture
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
+from fp8fn.ops.cuda.runtime.driver import KernelNode
 from fp8fn.ops.cuda.runtime.launch import CudaKernel, CudaLaunch
 from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.torch_private import core
@@ -36,15 +39,20 @@ class Graph:
     capture: int = 1
     nodes: list[int] = field(default_factory=list)
     count: int = 0
+    kernels: dict[int, KernelNode] = field(default_factory=dict)
 
     def place(self, stream: int) -> tuple[int, int | None] | None:
         if len(self.nodes) > 1:
             return None
         return self.capture, self.nodes[0] if self.nodes else None
 
-    def add(self) -> None:
+    def add(self, name: str = "", *given: Tensor | int) -> None:
+        """A node, or a kernel of this name that is given these addresses."""
         self.count += 1
         self.nodes = [self.count]
+        if name:
+            words = (x.data_ptr() if isinstance(x, Tensor) else x for x in given)
+            self.kernels[self.count] = KernelNode(name, tuple(words))
 
 
 @dataclass
@@ -65,6 +73,7 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(graph_capture, "capturing", lambda: True)
     monkeypatch.setattr(driver, "captured", found.place)
+    monkeypatch.setattr(driver, "kernel_node", found.kernels.get)
     monkeypatch.setattr(core, "stream_handle", lambda index: 77)
     monkeypatch.setattr(core, "current_gpu", lambda: None)  # the index of the CPU
     graph_capture.forget()
@@ -119,6 +128,42 @@ def test_behind_another_library_s_launch_nothing_until_one_of_ours_settles(graph
     made = launch(graph, True)
     assert graph_capture.readable(w)
     assert not graph_capture.readable(made)
+
+
+def test_behind_a_kernel_of_inductor_s_all_but_what_it_is_given(graph: Graph) -> None:
+    """Whatever came before it has ended, and a view's address lies within its storage."""
+    w, given, number = torch.empty(8, 8), torch.empty(8, 8), torch.empty(4)
+    graph.add("another")
+    assert not graph_capture.readable(w)
+    graph.add("triton_poi_fused_add_mul_0", given[3:], 0, 7, number.data_ptr())
+    assert graph_capture.readable(w, w[2:])
+    for written in (given, given[:1], given.mT, number):
+        assert not graph_capture.readable(written)
+        assert not graph_capture.readable(w, written)
+    made = launch(graph, False)
+    assert graph_capture.readable(w)
+    for written in (given, made):
+        assert not graph_capture.readable(written)
+    graph.add("triton_red_fused_1", w)
+    assert graph_capture.readable(given, made)
+    assert not graph_capture.readable(w)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["triton_tem_fused_mm_0", "triton_mm", "poi_fused", "void at::native::triton_poi_fused()", "_triton_per_fused"],
+)
+def test_behind_other_kernels_nothing_is_known(name: str, graph: Graph) -> None:
+    graph.add(name)
+    assert not graph_capture.readable(torch.empty(4))
+
+
+@pytest.mark.parametrize(
+    "name", ["triton_poi_fused_0", "triton_per_fused_mean_1", "triton_red_fused_2", "triton_for_fused_3"]
+)
+def test_kernels_of_inductor_s_are_known_by_their_names(name: str, graph: Graph) -> None:
+    graph.add(name)
+    assert graph_capture.readable(torch.empty(4))
 
 
 def test_a_call_of_several_launches_settles_if_one_of_them_does(graph: Graph) -> None:
@@ -214,6 +259,73 @@ def test_what_the_driver_says() -> None:
         assert driver.captured(77) is None
 
 
+class Kernels:
+    """In the place of libcuda: one kernel node, behind `before` others."""
+
+    def __init__(
+        self, *values: bytes, function: bool = True, kind: int = 0, before: int = 1, edge: int = 0, packed: int = 0
+    ) -> None:
+        self.values = [ctypes.create_string_buffer(value, len(value)) for value in values]
+        self.addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, self.values))
+        self.function, self.kind, self.before, self.edge, self.packed = function, kind, before, edge, packed
+
+    def cuGraphNodeGetType(self, node: ctypes.c_void_p, kind: Any) -> int:
+        assert node.value == 4096
+        kind._obj.value = self.kind
+        return 0
+
+    def cuGraphNodeGetDependencies_v2(self, node: ctypes.c_void_p, nodes: Any, edges: Any, count: Any) -> int:
+        if edges is not None:
+            if not self.before:
+                return 1
+            nodes[count._obj.value - 1], edges[count._obj.value - 1].kind = 64, self.edge
+        count._obj.value = self.before
+        return 0
+
+    def cuGraphKernelNodeGetParams_v2(self, node: ctypes.c_void_p, found: Any) -> int:
+        params = found._obj
+        params.function, params.kernel = (7, None) if self.function else (None, 7)
+        params.values, params.packed = ctypes.cast(self.addresses, type(params.values)), self.packed
+        return 0
+
+    def _name(self, name: Any, what: ctypes.c_void_p) -> int:
+        assert what.value == 7
+        name._obj.value = b"triton_poi_fused_0"
+        return 0
+
+    def _place(self, what: ctypes.c_void_p, index: ctypes.c_size_t, offset: Any, size: Any) -> int:
+        if index.value >= len(self.values):
+            return 1
+        size._obj.value = len(self.values[index.value])
+        return 0
+
+    cuFuncGetName = cuKernelGetName = _name
+    cuFuncGetParamInfo = cuKernelGetParamInfo = _place
+
+
+@pytest.mark.parametrize(("function", "before"), [(True, 1), (False, 2), (True, 0)])
+def test_what_a_kernel_node_is_given(function: bool, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointers, a number of 32 bits, a structure of three words and of a half."""
+    given = (
+        (1 << 40).to_bytes(8, "little"),
+        (5).to_bytes(4, "little"),
+        b"".join(i.to_bytes(8, "little") for i in (2, 3, 4)),
+    )
+    monkeypatch.setattr(driver, "library", lambda: Kernels(*given, b"", bytes(12), function=function, before=before))
+    assert driver.kernel_node(4096) == ("triton_poi_fused_0", (1 << 40, 2, 3, 4, 0))
+
+
+@pytest.mark.parametrize("differs", [{"kind": 1}, {"edge": 1}, {"edge": 1, "before": 3}, {"packed": 4096}])
+def test_other_nodes_are_none_that_waits(differs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "library", lambda: Kernels(bytes(8), **differs))
+    assert driver.kernel_node(4096) is None
+
+
+def test_an_older_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "library", object)
+    assert driver.kernel_node(4096) is None
+
+
 def test_which_launches_settle() -> None:
     """Launches settle that do not overlap, as they begin after all others, or that let the next one begin late."""
     assert CudaLaunch(CudaKernel("a.cu", "a", ()), (1, 1, 1), 32, 0, {}, target=SM90).settles
@@ -284,6 +396,82 @@ def test_a_graph_reads_weights_early_on_its_own(m: int, mx: bool, early: list[bo
         graph.replay()
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mx", [False, True], ids=["A16W8", "MX"])
+@pytest.mark.parametrize("m", [1, 16])
+def test_behind_inductor_s_kernels_weights_are_read_early(m: int, mx: bool, early: list[bool], hopper: Target) -> None:
+    """Each product is behind a kernel that Inductor generated for what lies between two."""
+    weights = weights_on_gpu(mx, 6, 1024)
+    x = torch.randn(m, 1024, device="cuda", dtype=BF16)
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def products(x: Tensor) -> list[Tensor]:
+        found = [x]
+        for w in weights:
+            a = torch.relu(found[-1]) - 0.25
+            found.append(fp8fn.gemm(fp8fn.quantize(a, (1, 32), scale="e8m0") if mx else a, w))
+        return found[1:]
+
+    expected = products(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = products(x)
+    assert early == [True] * len(weights) or (mx and len(early) == len(weights))
+    for _ in range(100):
+        for each in found:
+            each.fill_(torch.nan)
+        graph.replay()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("named", [True, False], ids=["as Inductor does", "otherwise"])
+def test_a_weight_that_a_kernel_before_is_given_is_not_read_early(
+    named: bool, early: list[bool], hopper: Target, tmp_path: Path
+) -> None:
+    """A kernel writes the weight of the second product right before it; the first one's is another."""
+    name = "triton_poi_fused_copy_0" if named else "copy_bytes"
+    (tmp_path / "copying.py").write_text(
+        "import triton\nimport triton.language as tl\n@triton.jit\n"
+        f"def {name}(source, into, count, BLOCK: tl.constexpr):\n"
+        "    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n"
+        "    tl.store(into + at, tl.load(source + at, at < count), at < count)\n"
+    )
+    spec = importlib.util.spec_from_file_location("copying", tmp_path / "copying.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernel = getattr(module, name)
+    other, written, *sources = weights_on_gpu(False, 6, 2048)
+    x = torch.randn(4, 2048, device="cuda", dtype=BF16)
+    source = torch.empty_like(written.data.view(torch.uint8))
+    into = written.data.view(torch.uint8)
+
+    def step() -> list[Tensor]:
+        found = []
+        for w in (other, written):
+            kernel[(-(-into.numel() // 1024),)](source, into, into.numel(), BLOCK=1024)
+            found.append(fp8fn.gemm(x, w))
+        return found
+
+    source.copy_(sources[0].data.view(torch.uint8))
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    assert early == [named, False]
+    for turn in range(100):
+        source.copy_(sources[turn % len(sources)].data.view(torch.uint8))
+        graph.replay()
+        copied = ScaledTensor(sources[turn % len(sources)].data, written.scale, written.block)
+        for one, w in zip(found, (other, copied), strict=True):
+            assert torch.equal(one, fp8fn.gemm(x, w))
 
 
 @pytest.mark.gpu

@@ -6,7 +6,8 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Final
+from itertools import count
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +23,22 @@ _LARGE_CLUSTERS: Final = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOW
 _STATIC_SHARED_LIMIT: Final = 48 << 10
 
 INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT
+_INVALID_VALUE: Final = 1  # CUDA_ERROR_INVALID_VALUE
 
 MAP_BYTES: Final = 128
 MAP_ALIGNMENT: Final = 64
 _CAPTURE_ACTIVE: Final = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _CAPTURE_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_KERNEL_NODE: Final = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 _NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING
 _CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _OVERLAPS: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+# What `kernel_node` asks of the driver.
+_QUERIES: Final = (
+    "cuGraphNodeGetType", "cuGraphNodeGetDependencies_v2", "cuGraphKernelNodeGetParams_v2", "cuFuncGetName",
+    "cuFuncGetParamInfo", "cuKernelGetName", "cuKernelGetParamInfo",
+)  # fmt: skip
 
 
 class _Attribute(ctypes.Structure):
@@ -45,6 +54,29 @@ class LaunchConfig(ctypes.Structure):
         ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
         ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
     )  # fmt: skip
+
+
+class _KernelParameters(ctypes.Structure):
+    """A CUDA_KERNEL_NODE_PARAMS_v2: a kernel of a graph and the addresses of its parameters' values."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint), ("values", ctypes.POINTER(ctypes.c_void_p)), ("packed", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _Edge(ctypes.Structure):
+    """A CUgraphEdgeData, whose `kind` is 0 where the later node begins after the earlier one has ended."""
+
+    _fields_ = (("ports", ctypes.c_ubyte * 2), ("kind", ctypes.c_ubyte), ("_", ctypes.c_ubyte * 5))
+
+
+class KernelNode(NamedTuple):
+    """A kernel of a graph, and all words of 64 bits that are given to it: its pointers and other values."""
+
+    name: str
+    words: tuple[int, ...]
 
 
 class DriverError(RuntimeError):
@@ -112,6 +144,50 @@ def captured(stream: int) -> tuple[int, int | None] | None:
     if failed or status.value != _CAPTURE_ACTIVE or count.value > 1:
         return None
     return capture.value, nodes[0] if count.value else None
+
+
+def kernel_node(node: int) -> KernelNode | None:
+    """What a node of a graph launches once all before it has ended.
+
+    None for other nodes, for a kernel that may begin while one before it runs, and where a driver of before CUDA 12.4
+    can't tell.
+    """
+    cuda, handle = library(), ctypes.c_void_p(node)
+    if not all(hasattr(cuda, name) for name in _QUERIES):
+        return None
+    kind, found = ctypes.c_int(), _KernelParameters()
+    if cuda.cuGraphNodeGetType(handle, ctypes.byref(kind)) or kind.value != _KERNEL_NODE or not _waits(handle):
+        return None
+    if cuda.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(found)) or found.packed:
+        return None
+    if found.function:
+        what, name_of, place_of = found.function, cuda.cuFuncGetName, cuda.cuFuncGetParamInfo
+    else:
+        what, name_of, place_of = found.kernel, cuda.cuKernelGetName, cuda.cuKernelGetParamInfo
+    name, words = ctypes.c_char_p(), list[int]()
+    if name_of(ctypes.byref(name), ctypes.c_void_p(what)):
+        return None
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    for index in count():
+        failed = place_of(ctypes.c_void_p(what), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size))
+        if failed:
+            break
+        value = ctypes.string_at(found.values[index], size.value // 8 * 8)
+        words += (int.from_bytes(value[at : at + 8], "little") for at in range(0, len(value), 8))
+    # Past the last parameter its number is invalid.
+    return KernelNode((name.value or b"").decode(), tuple(words)) if failed == _INVALID_VALUE else None
+
+
+def _waits(node: ctypes.c_void_p) -> bool:
+    """Whether a node begins after all those before it have ended."""
+    before, cuda = ctypes.c_size_t(), library()
+    if cuda.cuGraphNodeGetDependencies_v2(node, None, None, ctypes.byref(before)):
+        return False
+    if not before.value:  # arrays without an element would be an error
+        return True
+    nodes, edges = (ctypes.c_void_p * before.value)(), (_Edge * before.value)()
+    failed = cuda.cuGraphNodeGetDependencies_v2(node, nodes, edges, ctypes.byref(before))
+    return not failed and not any(edge.kind for edge in edges)
 
 
 def load_function(cubin: bytes, entry: str, shared: int, device: int) -> int:

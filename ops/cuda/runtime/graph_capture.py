@@ -3,12 +3,14 @@
 A kernel that uses programmatic dependent launch may begin while others run, and reads the tensors that those write only
 after it has waited for them. During capture the driver tells which node of the graph the stream is behind. If that node
 is one of our launches, it is known when its kernel lets the next one begin; and as ops are functional, it writes
-only tensors that were made for it. For kernels of other libraries, and outside capture, neither is known.
+only tensors that were made for it. Kernels that Inductor generates begin when all before them has ended, and write
+nothing but tensors whose addresses they are given. For other kernels, and outside capture, neither is known.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeAlias
@@ -20,6 +22,9 @@ from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.torch_private import core
 
 _log = logging.getLogger("fp8fn")
+
+# As Inductor names its pointwise kernels, reductions (two kinds) and several in one.
+_GENERATED: Final = re.compile(r"triton_(poi|per|red|for)_")
 
 LIMIT: Final = 256  # nodes that are remembered: asked for is the last one of a stream
 
@@ -56,17 +61,18 @@ def ahead(device: torch.device) -> Window | None:
     place = _place(device)
     if place is None:
         return None
-    # A graph begins when all before it on its stream has ended.
-    return frozenset() if place.node is None else _windows.get(place)
+    if place.node is None:  # a graph begins when all before it on its stream has ended
+        return frozenset()
+    if place not in _windows and (written := _written_by_inductor(place.node)) is not None:
+        _remember(place, written)
+    return _windows.get(place)
 
 
 def launched(device: torch.device, window: Window | None, made: Iterable[Tensor]) -> None:
     """Launches that write `made` were captured, `window` being that of those before them which may still run."""
     if window is None or (place := _place(device)) is None:
         return
-    _windows[place] = window.union(map(span, made))
-    while len(_windows) > LIMIT:
-        _windows.popitem(last=False)
+    _remember(place, window.union(map(span, made)))
 
 
 def forget() -> None:
@@ -78,6 +84,23 @@ def span(x: Tensor) -> range:
     """The addresses of a tensor's storage."""
     storage = x.untyped_storage()
     return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def _remember(place: Place, window: Window) -> None:
+    _windows[place] = window
+    while len(_windows) > LIMIT:
+        _windows.popitem(last=False)
+
+
+def _written_by_inductor(node: int) -> Window | None:
+    """All addresses that a kernel of Inductor's is given, each of which may be that of a tensor that it writes.
+
+    None for other nodes. A tensor of a storage that no such address lies in is not written.
+    """
+    kernel = driver.kernel_node(node)
+    if kernel is None or _GENERATED.match(kernel.name) is None:
+        return None
+    return frozenset(range(word, word + 1) for word in kernel.words)
 
 
 def _meet(one: range, other: range) -> bool:
