@@ -272,7 +272,9 @@ def default_tile(q: Quantization) -> GroupedTile:
     if 32 in q.block:
         return MX_TILE
     if not q.dual:
-        return SQUARE_TILE if _is_square(q) else TILE
+        tile = SQUARE_TILE if _is_square(q) else TILE
+        # With 4 warps the scales of whole groups spill 18 registers on sm120.
+        return replace(tile, num_warps=8) if q.block[0] == WHOLE and q.target.arch in (120, 121) else tile
     even = q.n % DUAL_TILE.columns == 0
     return replace(DUAL_TILE, num_warps=QUANTIZE_WARPS) if q.target.backend == "hip" and even else DUAL_TILE
 

@@ -25,8 +25,12 @@ FORMS: Final[Mapping[str, tuple[Block, bool]]] = {
 }  # fmt: skip
 # A thread that keeps more elements spills (`TILE` of the kernel).
 _MOST_ELEMENTS: Final = 64
-# Tiles that spill with as many, by Triton 3.7.1, by the backend: rows and columns together have 16 warps' registers.
-_SPILLS: Final = {("cuda", "dual", 256, 16): "spills 6 to 12 registers"}
+# Tiles that spill with as many, by Triton 3.7.1: on all of a backend, where rows and columns together have 16 warps'
+# registers, or on an architecture.
+_SPILLS: Final[Mapping[tuple[str | int, str, int, int], str]] = {
+    ("cuda", "dual", 256, 16): "spills 6 to 12 registers", (120, "groups", 64, 4): "spills 18 registers",
+    (121, "groups", 64, 4): "spills 18 registers",
+}  # fmt: skip
 
 
 class GroupedProblem(NamedTuple):
@@ -62,12 +66,19 @@ def space(problem: GroupedProblem) -> Mapping[GroupedTile, str | None]:
         reason = None
         if elements > _MOST_ELEMENTS:
             reason = f"{elements} elements a thread spill"
-        elif (spills := _SPILLS.get((problem.target.backend, problem.form, columns, warps))) is not None:
+        elif (spills := _spills(problem, tile)) is not None:
             reason = spills
         elif columns >= 2 * problem.n:
             reason = f"half of the tile's columns are past N={problem.n}"
         found.setdefault(tile, reason)
     return found
+
+
+def _spills(problem: GroupedProblem, tile: GroupedTile) -> str | None:
+    keys = (
+        (where, problem.form, tile.columns, tile.num_warps) for where in (problem.target.backend, problem.target.arch)
+    )
+    return next((_SPILLS[key] for key in keys if key in _SPILLS), None)
 
 
 def _problem(key: Key, chip: Chip) -> GroupedProblem:
