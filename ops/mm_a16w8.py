@@ -6,6 +6,7 @@ With `activations="fp8"` the op quantizes many rows and multiplies in FP8; `ops/
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,11 +20,12 @@ from fp8fn.ops.activations import (
     quantized_product,
     why_16_bits,
 )
-from fp8fn.ops.cuda.gemm.operands import as_batch, map_fault
+from fp8fn.ops.cuda.gemm.operands import map_fault
+from fp8fn.ops.cuda.limits import MOST_BLOCKS, TMA_ALIGNMENT
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, no_config, takes_all
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import Block, matrix_strides
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.scaled_mm import Parts, check_operand, empty_output
@@ -188,13 +190,16 @@ def _configure_triton_once(product: WeightProduct) -> Any:
     return triton.choose_config(64, product.n, product.w.block, product.x.dtype, product.target)
 
 
-def _aligned(product: WeightProduct) -> tuple[Tensor | None, ...] | None:
-    """A copy of `x` where TMA could not read it as it lies, and could read a copy: its place must not matter."""
-    x, (w, w_scale, _) = product.x, product.w
-    if map_fault(as_batch(x)) is None or x.shape[-1] % 16 or not x.numel():
+def _in_lines(product: WeightProduct) -> tuple[Tensor | None, ...] | None:
+    """A copy of `x` where `cuda_splitk` reads a copy, but not `x` as it lies: the place of rows must not matter."""
+    x, (w, w_scale, _), matrix = product.x, product.w, product.as_matrix()
+    if map_fault(matrix.x) is None and matrix.batch <= MOST_BLOCKS:
         return None
-    copy = x.clone(memory_format=torch.contiguous_format)
-    return None if map_fault(as_batch(copy)) is not None else (copy, w, w_scale, product.bias)
+    strides = matrix_strides(x.shape, column_major=False, align=TMA_ALIGNMENT // x.element_size())
+    copy = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    if splitk_a16w8.accepts_invariant(replace(product, x=copy)) is not None:
+        return None
+    return copy.copy_(x), w, w_scale, product.bias
 
 
 KERNELS: Final = (
@@ -230,5 +235,5 @@ MM_A16W8_INVARIANT: Final = Dispatch(
     ),
     reference=_reference_by_rows,
     unserved=unserved,
-    settled=_aligned,
+    settled=_in_lines,
 )  # fmt: skip

@@ -16,8 +16,10 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import mm_a16w8, scaled_mm
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
 from fp8fn.ops.cuda.gemm import splitk_a16w8
+from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.cuda.gemm.splitk_a16w8 import SplitKConfig, with_stages
 from fp8fn.ops.cuda.limits import ceil_power_of_two
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import SM89, SM90, SM100, Target
 from fp8fn.ops.tuning.model import alike
@@ -82,6 +84,48 @@ def test_two_operands_divide_k_alike_on_hopper(kinds: tuple[str, str]) -> None:
             assert {(choice.config.DEPTH, choice.config.PROMOTE) for choice in choices} == {(2, 4)}
         if n > 4096:
             assert choices[0].config.BM == 64 < choices[-1].config.BM
+
+
+def _rows_of(k: int) -> list[Tensor]:
+    """Rows of K elements as they may lie, of which TMA reads some in place."""
+    memory = torch.randn(300, 5, 2 * k + 8).bfloat16()
+    return [
+        memory[:1, 0, :k].contiguous(), memory[:2, 0, :k].contiguous(), memory[:3, 0, 1 : k + 1],
+        memory[:3, 0, : 2 * k : 2], memory[:k, 0, :1].mT, memory[:1, 0, :k].expand(9, k), memory[0, :, :k],
+        memory[:130, 1:, :k], memory[:2, 1:, :k], memory[:, 1:, 3 : k + 3], memory[:1, :1, :k].expand(140, 3, k),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("k", [100, 104, 256])
+@pytest.mark.parametrize("n", [1, 72])
+def test_where_rows_lie_does_not_decide_on_hopper(n: int, k: int) -> None:
+    """A weight of any K, as `quantize` lays it, has one kernel, which is given no rows that TMA can't read."""
+    w = fp8fn.quantize(torch.randn(n, k).mT, (128, 128))
+    for x in _rows_of(k):
+        given = weight_product(x, w, torch.empty(*x.shape[:-1], n, dtype=torch.bfloat16))
+        settled = mm_a16w8.MM_A16W8_INVARIANT.settled(given)
+        if settled is not None:
+            assert settled[0] is not None
+            assert torch.equal(settled[0], x)
+            given = replace(given, x=settled[0])
+            assert mm_a16w8.MM_A16W8_INVARIANT.settled(given) is None
+        choice = mm_a16w8.MM_A16W8_INVARIANT.choose(given)
+        assert choice.name == "cuda_splitk", (x.shape, x.stride(), choice.refused)
+        (launch,) = choice.plan(given)
+        assert isinstance(launch, CudaLaunch)
+        for name, arg in launch.args.items():
+            assert not isinstance(arg, TensorMap) or map_fault(arg.tensor) is None, (name, x.shape, x.stride())
+
+
+def test_many_matrices_of_rows_are_copied_into_one_on_hopper() -> None:
+    """A grid has fewer than 65536 batches."""
+    w = fp8fn.quantize(torch.randn(8, 16).mT, (128, 128))
+    x = torch.randn(1 << 16, 3, 16).bfloat16()[:, :2]
+    given = weight_product(x, w, torch.empty(*x.shape[:-1], 8, dtype=torch.bfloat16))
+    settled = mm_a16w8.MM_A16W8_INVARIANT.settled(given)
+    assert settled is not None
+    assert settled[0] is not None
+    assert mm_a16w8.MM_A16W8_INVARIANT.choose(replace(given, x=settled[0])).name == "cuda_splitk"
 
 
 @needs_nvrtc

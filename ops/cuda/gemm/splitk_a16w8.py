@@ -15,6 +15,7 @@ from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STAGE_K, ClusterConfig
 from fp8fn.ops.cuda.gemm.operands import as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import (
+    MOST_BLOCKS,
     PREFETCHED,
     RESERVED,
     SHARED_LIMIT,
@@ -116,10 +117,14 @@ def configure_invariant(product: WeightProduct) -> SplitKConfig:
 def accepts_invariant(product: WeightProduct) -> str | None:
     """None where `plan` takes `configure_invariant`'s configuration for every number of rows, else the reason why not.
 
-    A kernel that refuses one row serves no other number of rows either.
+    A kernel that refuses one row serves no other number of rows either, nor of matrices of `x` by one weight.
     """
     product = product.as_matrix()
+    if product.batch > MOST_BLOCKS:
+        return f"a batch of {product.batch} is more than a grid has"
     one = replace(product, x=product.x[..., :1, :], out=product.out[..., :1, :])
+    if product.x.ndim == 3 and product.w.data.ndim == 2:
+        one = replace(one, x=one.x[:1], out=one.out[:1])
     if (reason := accepts(one)) is not None:
         return reason
     problem = weight_problem(product)
