@@ -170,7 +170,7 @@ def empty_scale(x: Tensor, block: Block, scale: str, column_major: bool | None =
 
 
 def turned(x: Tensor, column_major: bool) -> Tensor:
-    """A copy of data, or of the scales of a square block, with the strides of a row- or column-major result."""
+    """A copy of data or scales with the strides of a row- or column-major result."""
     strides = matrix_strides(x.shape, column_major, 16 // x.element_size())
     copy = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
     if x.element_size() == 1:  # as bytes, for PyTorch copies no e8m0

@@ -12,9 +12,10 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
+from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred, no_compiler, no_config, takes_all
-from fp8fn.ops.layout import WHOLE, Block, known_block, scale_shape, unknown_block
+from fp8fn.ops.layout import WHOLE, Block, known_block, scale_shape, turned, unknown_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import check_fast
@@ -220,6 +221,26 @@ def _settled(product: ScaledProduct) -> Tensors | None:
     return a, a_scale, b, b_scale, None if bias is None else bias.contiguous()
 
 
+def _settled_in_lines(product: ScaledProduct) -> Tensors | None:
+    """As `_settled`; and `a` as `quantize` lays it where the kernel in CUDA C++ reads it so, but not as it lies.
+
+    Neither the place of rows nor their number may choose the kernel.
+    """
+    if (settled := _settled(product)) is not None:
+        return settled
+    a, a_scale, block = product.a
+    if block[1] == WHOLE:
+        scales_lie_well = a_scale.shape[-2] == 1 or a_scale.stride(-2) == 1
+    else:
+        scales_lie_well = map_fault(a_scale.mT) is None
+    if map_fault(a) is None and scales_lie_well:
+        return None
+    copies = turned(a, column_major=False), turned(a_scale, column_major=True)
+    if by_cuda(dataclasses.replace(product, a=Quantized(*copies, block))) is not None:
+        return None
+    return *copies, *product.b[:2], product.bias
+
+
 def _reference(product: ScaledProduct) -> tuple[Tensor]:
     return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype),)
 
@@ -316,5 +337,5 @@ SCALED_MM_INVARIANT: Final = Dispatch(
     ),
     reference=_reference_by_rows,
     unserved=foreign_types,
-    settled=_settled,
+    settled=_settled_in_lines,
 )

@@ -21,6 +21,7 @@ from fp8fn.ops.cuda.gemm.splitk_a16w8 import SplitKConfig, with_stages
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.layout import Block
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import SM89, SM90, SM100, Target
 from fp8fn.ops.tuning.model import alike
 from fp8fn.ops.tuning.problem import Problem, empty_product, problem_of
@@ -126,6 +127,29 @@ def test_many_matrices_of_rows_are_copied_into_one_on_hopper() -> None:
     assert settled is not None
     assert settled[0] is not None
     assert mm_a16w8.MM_A16W8_INVARIANT.choose(replace(given, x=settled[0])).name == "cuda_splitk"
+
+
+@pytest.mark.parametrize("k", [100, 256])
+@pytest.mark.parametrize("block", [(1, 128), (1, -1)], ids=str)
+def test_where_fp8_rows_lie_does_not_decide_on_hopper(block: Block, k: int) -> None:
+    """Rows of a caller's own quantizer: any number of them has the kernel of those that `quantize` makes."""
+    b = fp8fn.quantize(torch.randn(72, k).mT, (128, 128) if block[1] == 128 else (-1, 1))
+    rows = fp8fn.quantize(torch.randn(300, k), block).to("meta")
+    data = rows.data.contiguous()
+    for m in (1, 2, 5, 300):
+        for scale in (rows.scale, rows.scale.contiguous(), rows.scale.repeat(2, 2)[::2, : rows.scale.shape[1]]):
+            for own in (rows.data, data, data.view(-1)[:-k].view(-1, k)):
+                a = ScaledTensor(own[:m], scale[: min(m, len(own))], block)
+                given = scaled_product(a, b.to("meta"), torch.empty(len(a.data), 72, device="meta"), SM90)
+                settled = scaled_mm.SCALED_MM_INVARIANT.settled(given)
+                if settled is not None:
+                    assert settled[0] is not None
+                    assert settled[1] is not None
+                    assert (settled[0].shape, settled[1].shape) == (a.data.shape, a.scale.shape)
+                    given = replace(given, a=Quantized(settled[0], settled[1], block))
+                    assert scaled_mm.SCALED_MM_INVARIANT.settled(given) is None
+                choice = scaled_mm.SCALED_MM_INVARIANT.choose(given)
+                assert choice.name == "cuda", (m, a.data.stride(), a.scale.stride(), choice.refused)
 
 
 @needs_nvrtc
