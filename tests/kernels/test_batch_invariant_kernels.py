@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fp8fn.ops import mm_a16w8, scaled_mm
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
 from fp8fn.ops.cuda.gemm import splitk_a16w8
 from fp8fn.ops.cuda.gemm.operands import map_fault
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.gemm.splitk_a16w8 import SplitKConfig, with_stages
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
@@ -27,7 +29,7 @@ from fp8fn.ops.tuning.model import alike
 from fp8fn.ops.tuning.problem import Problem, empty_product, problem_of
 from fp8fn.ops.tuning.weight import WeightProblem
 from support.accuracy import snr
-from support.compilers import needs_nvrtc
+from support.compilers import instructions, needs_nvrtc
 from support.cuda_emulator import emulate, needs_compiler
 from support.gpu import FEW
 from support.operands.weights import assert_right, operand, operands
@@ -161,6 +163,25 @@ def test_tiles_without_a_measured_configuration_spill_nothing(m: int, block: Blo
     found = config.ROWS, config.CLUSTER
     assert found == (m, 2)
     assert splitk_a16w8.plan(product, config)[0].resources().spills == 0
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("kinds", "split"),
+    [(("LINE", "LINE"), 1), (("LINE", "WHOLE"), 1), (("WHOLE", "WHOLE"), 2), (("VECTOR", "BLOCK"), 1)],
+)
+def test_a_bias_is_added_in_one_rounding_in_each_tile(kinds: tuple[str, str], split: int, tmp_path: Path) -> None:
+    """The compiler contracted some of a tile's products with scales and left others, which tile by tile differed."""
+
+    def additions(m: int, tile: ScaledMmConfig, added: bool) -> int:
+        product = empty_product(Problem(m, 4096, 4096, *kinds), "meta", SM90)
+        product = replace(product, bias=torch.empty(4096, dtype=torch.bfloat16, device="meta") if added else None)
+        sass = instructions(scaled_mm.cuda.plan(product, tile)[0].compile().cubin, tmp_path)
+        return sum(" FADD" in f" {text}" for _, text in sass)
+
+    for tile in alike(Problem(256, 4096, 4096, *kinds), split)[-2:]:
+        for m in (64, 4096):
+            assert additions(m, tile, added=True) == additions(m, tile, added=False), (str(tile), m)
 
 
 @needs_compiler

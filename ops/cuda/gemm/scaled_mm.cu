@@ -772,13 +772,17 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                         const float of_b = grouped ? b_scale[int64_t(tile.batch * b_batched) * bs_batch] : 0.0f;
                         s00 *= of_b, s01 *= of_b, s10 *= of_b, s11 *= of_b;
 #endif
-                        float v00 = acc[product][i] * s00, v01 = acc[product][i + 1] * s01;
-                        float v10 = acc[product][i + 2] * s10, v11 = acc[product][i + 3] * s11;
+                        float v00 = acc[product][i], v01 = acc[product][i + 1];
+                        float v10 = acc[product][i + 2], v11 = acc[product][i + 3];
                         if constexpr (HAS_BIAS) {
                             const BiasType* biases = bias + (GROUPED ? int64_t(tile.batch) * problem.N : 0);
                             const float bias0 = grouped && n < problem.N ? float(biases[n]) : 0.0f;
                             const float bias1 = grouped && n + 1 < problem.N ? float(biases[n + 1]) : 0.0f;
-                            v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;
+                            // Written as FMAs: the compiler would contract some of them, others in other tiles.
+                            v00 = __fmaf_rn(v00, s00, bias0), v01 = __fmaf_rn(v01, s01, bias1);
+                            v10 = __fmaf_rn(v10, s10, bias0), v11 = __fmaf_rn(v11, s11, bias1);
+                        } else {
+                            v00 *= s00, v01 *= s01, v10 *= s10, v11 *= s11;
                         }
                         if constexpr (GROUPED == MASKED) {
                             v00 = keeps0 ? v00 : 0.0f, v01 = keeps0 ? v01 : 0.0f;
