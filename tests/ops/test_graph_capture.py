@@ -151,15 +151,19 @@ def test_behind_a_kernel_of_inductor_s_all_but_what_it_is_given(graph: Graph) ->
 
 @pytest.mark.parametrize(
     "name",
-    ["triton_tem_fused_mm_0", "triton_mm", "poi_fused", "void at::native::triton_poi_fused()", "_triton_per_fused"],
-)
+    [
+        "triton_tem_fused_mm_0", "triton_mm", "poi_fused", "void at::native::triton_poi_fused()", "_triton_per_fused",
+        "triton_per_token_group_quant", "triton_red_stats", "triton_for_", "triton_poi_",
+    ],
+)  # fmt: skip
 def test_behind_other_kernels_nothing_is_known(name: str, graph: Graph) -> None:
     graph.add(name)
     assert not graph_capture.readable(torch.empty(4))
 
 
 @pytest.mark.parametrize(
-    "name", ["triton_poi_fused_0", "triton_per_fused_mean_1", "triton_red_fused_2", "triton_for_fused_3"]
+    "name",
+    ["triton_poi_fused_0", "triton_per_fused_mean_1", "triton_red_fused_2", "triton_for_fused_3", "triton_poi__4"],
 )
 def test_kernels_of_inductor_s_are_known_by_their_names(name: str, graph: Graph) -> None:
     graph.add(name)

@@ -23,8 +23,9 @@ from fp8fn.ops.torch_private import core
 
 _log = logging.getLogger("fp8fn")
 
-# As Inductor names its pointwise kernels, reductions (two kinds) and several in one.
-_GENERATED: Final = re.compile(r"triton_(poi|per|red|for)_")
+# As Inductor names its pointwise kernels, reductions (two kinds) and several in one, with and without descriptive
+# names. Names of other kernels may begin alike, as triton_per_token_quant.
+_GENERATED: Final = re.compile(r"triton_(poi|per|red|for)_(fused_|_\d)")
 
 LIMIT: Final = 256  # nodes that are remembered: asked for is the last one of a stream
 
