@@ -265,7 +265,7 @@ def test_a_row_has_the_same_bits_in_triton() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("prequant", [False, True])
 @pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (28672, 512), (4096, 14336), (72, 768)])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (28672, 512), (4096, 14336), (72, 768), (72, 100)])
 def test_each_number_of_rows_gives_the_same_bits_on_a_gpu(n: int, k: int, block: Block, prequant: bool) -> None:
     """1 to 256 rows, and more, at the start and at the end of 4500."""
     x = torch.randn(4500, k, device="cuda").bfloat16()
