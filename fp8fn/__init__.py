@@ -81,12 +81,14 @@ else:
 
     def __getattr__(name):
         """Imports a name of `_LATER`, or a module of `_MODULES_LATER`, when it is first used."""
+        import sys
         from importlib import import_module
 
         if name in _MODULES_LATER:
             return import_module(f"fp8fn.{name}")
         if name not in _LATER:
-            raise AttributeError(f"module 'fp8fn' has no attribute {name!r}")
+            # With the name and the module, Python's traceback names the nearest attribute.
+            raise AttributeError(f"module 'fp8fn' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         found = globals()[name] = getattr(import_module(_LATER[name]), name)
         return found
 

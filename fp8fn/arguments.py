@@ -238,6 +238,10 @@ def count(op: str, name: str, value: object) -> None:
 
 
 def function(op: str, name: str, value: object) -> None:
+    if isinstance(value, type):  # torch.compile would compile the calls of all its instances, from now on
+        raise TypeError(
+            f"{op}: {name} is the class {value.__name__}; use a function or a module, as {value.__name__}(...)"
+        )
     if not callable(value):
         raise TypeError(f"{op}: {name}={_short(value)} is {kind_of(value)}; use a function or a module")
 

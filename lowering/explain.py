@@ -51,7 +51,8 @@ def explain(
 ) -> Explanation:
     """Runs a model once, uncompiled, and reports what `backend="fp8fn"` would do with each of its products.
 
-    The model's buffers and the random state are restored afterwards.
+    The model's buffers and the random state are restored afterwards. A model may be compiled already; the options that
+    it was compiled with are not read.
 
     Args:
         model: Module or function.
@@ -68,7 +69,7 @@ def explain(
         An `Explanation`, with one `Row` for each product.
 
     Raises:
-        TypeError: `model` is not callable, or `where` is neither a function nor patterns.
+        TypeError: `model` is a class or not callable, or `where` is neither a function nor patterns.
         ValueError: The recipe or the target does not exist, or `measure=True` and there is no GPU.
 
     Example:
@@ -131,7 +132,7 @@ def explain(
         forward = watch_weights(gm, [each for _, each in calls], forward, again)
         return seen.watch(forward)
 
-    with _unchanged(model), _without_cache(model, kwargs) as keywords:
+    with _unchanged(model), _uncompiled(model), _without_cache(model, kwargs) as keywords:
         torch._dynamo.reset()
         if "transformers.integrations.finegrained_fp8" in sys.modules:
             from fp8fn.lowering.patterns import transformers_fp8
@@ -333,6 +334,20 @@ def _without_cache(model: Callable[..., Any], keywords: dict[str, Any]) -> Itera
     finally:
         for config, before in configs:
             config.use_cache = before
+
+
+@contextmanager
+def _uncompiled(model: Callable[..., Any]) -> Iterator[None]:
+    """Runs modules as they were before `Module.compile`, which would hand their graphs to the backend given there."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    compiled = [(module, call) for module in modules if (call := module._compiled_call_impl) is not None]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
 
 
 @contextmanager

@@ -67,6 +67,7 @@ with needed_by("fp8fn"):
 
     look_for(forward_ad, "_current_level")
     look_for(torch.Tensor, "_base", "_version", "_make_wrapper_subclass")
+    look_for(torch.nn.Module, "_compiled_call_impl")
     look_for(torch.ops.aten.add.Tensor, "_schema")
     current_gpu = _of_gpus("_cuda_getDevice")
     stream_handle = _of_gpus("_cuda_getCurrentRawStream")

@@ -442,3 +442,10 @@ def test_torch_load_knows_the_classes_of_a_state_dict(tmp_path: Path) -> None:
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     assert process.stdout.split(maxsplit=2) == ["ScaledTensor", "FP8Weight", "(256, 128)\n"]
+
+
+def test_of_a_misspelt_name_python_knows_what_its_traceback_compares() -> None:
+    """It asks "Did you mean: 'quantize'?" for an error that says which name of which module."""
+    with pytest.raises(AttributeError, match=r"^module 'fp8fn' has no attribute 'quantise'$") as raised:
+        fp8fn.quantise  # type: ignore[attr-defined]  # noqa: B018
+    assert (raised.value.name, raised.value.obj) == ("quantise", fp8fn)

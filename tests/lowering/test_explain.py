@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import fp8fn
 from fp8fn.lowering import costs, recipe_pass
@@ -263,9 +265,57 @@ def test_wrong_use() -> None:
     model, x = meta(64)
     with pytest.raises(ValueError, match=r"target='sm80' is not known; use one of 'sm89', 'sm90'.* 'h100', 'h200'"):
         fp8fn.explain(model, x, target="sm80")
+    call = Pair.__call__
+    with pytest.raises(TypeError, match=r"^explain: model is the class Pair; use a function or a module, as Pair\("):
+        fp8fn.explain(Pair, x)
+    assert Pair.__call__ is call
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="measure=True needs a GPU"):
             fp8fn.explain(model, x, measure=True)
+
+
+class Stack(nn.Module):
+    """Of a class that `Module.compile` compiles; its second layer begins behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        return self.layers[1](x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(512, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("compiled", ["none", "whole", "layers", "wrapper"])
+def test_a_model_that_is_compiled_already(compiled: str) -> None:
+    called = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        called.append(gm)
+        return gm.forward
+
+    model: nn.Module = Stack().requires_grad_(False)
+    if compiled == "wrapper":
+        model = torch.compile(model, backend=backend)
+    for part in {"whole": [model], "layers": model.layers}.get(compiled, []):
+        part.compile(backend=backend)
+    x = torch.randn(32, 512)
+    explanation = fp8fn.explain(model, x, show=False)
+    assert [row.weight for row in explanation.rows] == ["layers.0.linear.weight", "layers.1.linear.weight"]
+    assert (explanation.substituted, explanation.graphs, called) == (2, 2, [])
+    model(x)
+    # It is compiled still; layers that are compiled one by one share a graph.
+    assert len(called) == {"none": 0, "layers": 1}.get(compiled, 2)
 
 
 def test_what_is_slower_stays_by_default_and_the_reason_has_both_times(on_hopper: None) -> None:
