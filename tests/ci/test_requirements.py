@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from fp8fn.examples import PACKAGES
+
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 requirements = pytest.importorskip("packaging.requirements")
 
@@ -33,3 +35,8 @@ def test_only_two_extras_bring_triton_and_on_linux_alone() -> None:
         assert not requirement.specifier.contains("3.5.1")
         assert requirement.marker.evaluate({"sys_platform": "linux"})
         assert not requirement.marker.evaluate({"sys_platform": "win32"})
+
+
+def test_an_extra_has_what_the_examples_import() -> None:
+    needed = {name for names in PACKAGES.values() for name in names}
+    assert {*parsed(PROJECT["optional-dependencies"]["examples"])} == needed
