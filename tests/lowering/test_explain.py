@@ -318,6 +318,36 @@ def test_a_model_that_is_compiled_already(compiled: str) -> None:
     assert len(called) == {"none": 0, "layers": 1}.get(compiled, 2)
 
 
+def test_what_pytorch_would_not_compile_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(32, 512)
+
+    class Net(nn.Sequential):
+        """With the `forward` of its base."""
+
+    start = "explain: Module.compile compiles nothing of a "
+    for model, warned in (
+        (nn.Sequential(nn.Linear(512, 512)), [f"{start}Sequential"]),
+        (Net(nn.Linear(512, 512)), [f"{start}Net"]),
+        (Net(Block()), []),  # Dynamo captures the frame of the block
+        (Block(), []),
+    ):
+        caplog.clear()
+        called: list[GraphModule] = []
+        model.compile(backend=lambda gm, inputs, called=called: (called.append(gm), gm.forward)[1])
+        model(x)
+        assert bool(called) == (not warned)
+        assert fp8fn.explain(model, x, show=False).substituted == 1
+        said = [record.getMessage() for record in caplog.records if record.name == "fp8fn"]
+        assert [each.partition(",")[0] for each in said] == warned
+    outer = Stack()
+    outer.compile(backend="eager")
+    outer.layers[0].linear.compile(backend="eager")  # within a graph of the model
+    caplog.clear()
+    with torch.no_grad():
+        fp8fn.explain(outer, x, show=False)
+    assert [record.getMessage() for record in caplog.records if record.name == "fp8fn"] == []
+
+
 def test_what_is_slower_stays_by_default_and_the_reason_has_both_times(on_hopper: None) -> None:
     model, x = meta(8192)
     wide, narrow = reasons(model, x)
