@@ -207,6 +207,10 @@ def _tune_op(
         backends = tune_op.backends(args.op, keys[0], chip)
     except ValueError as error:
         parser.error(str(error))
+    except ModuleNotFoundError as missing:
+        if missing.name != "triton":
+            raise
+        parser.error(f"--op {args.op} needs Triton, whose kernels are candidates: pip install triton (on Linux)")
     for reason in refused:
         print(f"{parser.prog}: left out: {reason}", file=sys.stderr)
     if args.dry_run:

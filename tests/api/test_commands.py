@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -180,6 +181,15 @@ def test_without_triton_isa_says_what_to_install(
     monkeypatch.setitem(sys.modules, "triton", None)
     assert stopped(*argv) == 2
     assert "needs Triton, whose compiler writes the machine code: pip install triton" in capsys.readouterr().err
+
+
+def test_without_triton_tune_says_what_to_install() -> None:
+    """In a process of its own: this one may have imported the kernels."""
+    argv = ["tune", "--dry-run", "--arch", "gfx950", "--shapes", "512,512,512"]
+    code = f"import sys; sys.modules['triton'] = None; from fp8fn import cli; sys.exit(cli.main({argv}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = "tune: error: --op scaled_mm needs Triton, whose kernels are candidates: pip install triton (on Linux)"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"python -m fp8fn {said}")
 
 
 # `bench plot` and `bench docs`.
