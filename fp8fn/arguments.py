@@ -238,12 +238,17 @@ def count(op: str, name: str, value: object) -> None:
 
 
 def function(op: str, name: str, value: object) -> None:
-    if isinstance(value, type):  # torch.compile would compile the calls of all its instances, from now on
+    if not callable(value):
+        raise TypeError(f"{op}: {name}={_short(value)} is {kind_of(value)}; use a function or a module")
+
+
+def compilable(op: str, name: str, value: object) -> None:
+    """A function and no class, of which torch.compile would compile the calls of all instances, from now on."""
+    if isinstance(value, type):
         raise TypeError(
             f"{op}: {name} is the class {value.__name__}; use a function or a module, as {value.__name__}(...)"
         )
-    if not callable(value):
-        raise TypeError(f"{op}: {name}={_short(value)} is {kind_of(value)}; use a function or a module")
+    function(op, name, value)
 
 
 def product_of(left: str, right: str, *, transposed: bool) -> Together:

@@ -78,7 +78,7 @@ def explain(
         >>> fp8fn.explain(model, x, target="H100", show=False)
         Explanation(1 of 1 products in FP8, recipe blockwise_square, 1 graph(s))
     """
-    arguments.function("explain", "model", model)
+    arguments.compilable("explain", "model", model)
     check_where(where)
     target = check_target(target)
     check_measure(measure)
