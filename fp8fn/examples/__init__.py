@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-# What a program imports beside PyTorch; the extra `examples` has them.
+# The packages that a program imports beside PyTorch; the extra `examples` has them.
 PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "ep_transformers": ("transformers",),
     "generate": ("safetensors", "tabulate", "tqdm", "transformers"),

@@ -275,7 +275,7 @@ def test_wrong_use() -> None:
 
 
 class Stack(nn.Module):
-    """Of a class that `Module.compile` compiles; its second layer begins behind a graph break."""
+    """A class that `Module.compile` compiles; the second layer begins behind a graph break."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -372,6 +372,15 @@ def weights_on_gpu(mx: bool, count: int, size: int) -> list[ScaledTensor]:
     return found
 
 
+def check_replays(graph: torch.cuda.CUDAGraph, found: list[Tensor], expected: list[Tensor]) -> None:
+    for _ in range(100):
+        for each in found:
+            each.fill_(torch.nan)
+        graph.replay()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mx", [False, True], ids=["A16W8", "MX"])
 @pytest.mark.parametrize("m", [1, 8, 16])
@@ -394,12 +403,7 @@ def test_a_graph_reads_weights_early_on_its_own(m: int, mx: bool, early: list[bo
         found = products()
     assert early == [True] * len(weights)
     expected = products(constant=True)
-    for _ in range(100):
-        for each in found:
-            each.fill_(torch.nan)
-        graph.replay()
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
+    check_replays(graph, found, expected)
 
 
 @pytest.mark.gpu
@@ -424,12 +428,7 @@ def test_behind_inductor_s_kernels_weights_are_read_early(m: int, mx: bool, earl
     with torch.cuda.graph(graph):
         found = products(x)
     assert early == [True] * len(weights) or (mx and len(early) == len(weights))
-    for _ in range(100):
-        for each in found:
-            each.fill_(torch.nan)
-        graph.replay()
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)
+    check_replays(graph, found, expected)
 
 
 @pytest.mark.gpu

@@ -147,7 +147,7 @@ def captured(stream: int) -> tuple[int, int | None] | None:
 
 
 def kernel_node(node: int) -> KernelNode | None:
-    """What a node of a graph launches once all before it has ended.
+    """The kernel that a node of a graph launches once all before it has ended.
 
     None for other nodes, for a kernel that may begin while one before it runs, and where a driver of before CUDA 12.4
     can't tell.
