@@ -341,13 +341,7 @@ def _uncompiled(model: Callable[..., Any]) -> Iterator[None]:
     """Runs modules as they were before `Module.compile`, which would hand their graphs to the backend given there."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     compiled = [(module, call) for module in modules if (call := module._compiled_call_impl) is not None]
-    parts = (part for module, _ in compiled for part in module.modules())
-    if compiled and all(type(part).forward.__module__.startswith("torch.nn.") for part in parts):
-        _LOG.warning(
-            "explain: Module.compile compiles nothing of a %s, whose forward is PyTorch's own, which Dynamo skips;"
-            ' torch.compile(model, backend="fp8fn") does what is shown',
-            type(compiled[0][0]).__name__,
-        )
+    _warn_of_no_effect([module for module, _ in compiled])
     try:
         for module, _ in compiled:
             module._compiled_call_impl = None
@@ -355,6 +349,17 @@ def _uncompiled(model: Callable[..., Any]) -> Iterator[None]:
     finally:
         for module, call in compiled:
             module._compiled_call_impl = call
+
+
+def _warn_of_no_effect(compiled: Sequence[nn.Module]) -> None:
+    """Warns where `Module.compile` was called, but for modules alone whose forward is PyTorch's own."""
+    parts = (part for module in compiled for part in module.modules())
+    if compiled and all(type(part).forward.__module__.startswith("torch.nn.") for part in parts):
+        _LOG.warning(
+            "explain: Module.compile compiles nothing of a %s, whose forward is PyTorch's own, which Dynamo skips;"
+            ' torch.compile(model, backend="fp8fn") does what is shown',
+            type(compiled[0]).__name__,
+        )
 
 
 @contextmanager

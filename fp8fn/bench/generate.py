@@ -304,8 +304,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--ways", nargs="+", choices=(*WAYS, *SERVED), metavar="WAY",
-        help=f"ways to measure beside bf16, of {', '.join(map(repr, (*WAYS, *SERVED)))} (default: all "
-        "without a comma, and those of transformers where it is installed)",
+        help=f"ways to measure beside bf16, of {', '.join(map(repr, (*WAYS, *SERVED)))} (default: all; "
+        "where transformers is installed, those of its ways that have no comma)",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=options.positive, metavar="T", help="tokens of a loop (default: 255, on a CPU 31)"

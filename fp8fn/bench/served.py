@@ -20,7 +20,7 @@ from fp8fn.weights.quantize import quantize_weights
 
 # Tokens of a prompt, in every loop.
 PROMPT: Final = 16
-# What `mode="reduce-overhead"` sets, without guards of modules.
+# Options of `mode="reduce-overhead"`, without guards of modules.
 UNGUARDED: Final = {
     "triton.cudagraphs": True, "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
 }  # fmt: skip

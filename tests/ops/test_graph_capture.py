@@ -320,7 +320,7 @@ def test_what_a_kernel_node_is_given(function: bool, before: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("differs", [{"kind": 1}, {"edge": 1}, {"edge": 1, "before": 3}, {"packed": 4096}])
-def test_other_nodes_are_none_that_waits(differs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_says_nothing_of_other_nodes(differs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "library", lambda: Kernels(bytes(8), **differs))
     assert driver.kernel_node(4096) is None
 
