@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.cuda.runtime.call_cache import Geometry, Outputs, allocated, geometry
 from fp8fn.ops.launch import Launch, Resources, cubin_resources
 from fp8fn.ops.targets import Target
@@ -217,6 +218,8 @@ class TritonCall:
         tensors = (*inputs, *made)
         for step in self.steps:
             step.start(tensors, device)
+        if graph_capture.capturing():  # each launch begins when all before it has ended
+            graph_capture.launched(device, frozenset(), made)
         return made[: self.returned]
 
 

@@ -3,8 +3,9 @@
 A kernel that uses programmatic dependent launch may begin while others run, and reads the tensors that those write only
 after it has waited for them. During capture the driver tells which node of the graph the stream is behind. If that node
 is one of our launches, it is known when its kernel lets the next one begin; and as ops are functional, it writes
-only tensors that were made for it. Kernels that Inductor generates begin when all before them has ended, and write
-nothing but tensors whose addresses they are given. For other kernels, and outside capture, neither is known.
+only tensors that were made for it. Kernels that Inductor generates and PyTorch's attention begin when all before them
+has ended, and write nothing but tensors whose addresses they are given. For other kernels, and outside capture, neither
+is known.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from fp8fn.ops.torch_private import core
 _log = logging.getLogger("fp8fn")
 
 # As Inductor names its pointwise kernels, reductions (two kinds) and several in one, with and without descriptive
-# names. Names of other kernels may begin alike, as triton_per_token_quant.
-_GENERATED: Final = re.compile(r"triton_(poi|per|red|for)_(fused_|_\d)")
+# names (those of other kernels may begin alike, as triton_per_token_quant); PyTorch's flash attention, which has a
+# namespace of its own, its memory-efficient attention, and cuDNN's.
+_ADDRESSED: Final = re.compile(
+    r"triton_(poi|per|red|for)_(fused_|_\d)|_ZN13pytorch_flash\d+\w+_kernel|_Z\d+fmha_cutlassF_"
+    r"|cudnn_generated_fort_native_sdpa_"
+)
 
 LIMIT: Final = 256  # nodes that are remembered: asked for is the last one of a stream
 
@@ -64,7 +69,7 @@ def ahead(device: torch.device) -> Window | None:
         return None
     if place.node is None:  # a graph begins when all before it on its stream has ended
         return frozenset()
-    if place not in _windows and (written := _written_by_inductor(place.node)) is not None:
+    if place not in _windows and (written := _written_by_pytorch(place.node)) is not None:
         _remember(place, written)
     return _windows.get(place)
 
@@ -93,13 +98,13 @@ def _remember(place: Place, window: Window) -> None:
         _windows.popitem(last=False)
 
 
-def _written_by_inductor(node: int) -> Window | None:
-    """All addresses that a kernel of Inductor's is given, each of which may be that of a tensor that it writes.
+def _written_by_pytorch(node: int) -> Window | None:
+    """All addresses that a kernel of PyTorch's is given, each of which may be that of a tensor that it writes.
 
-    None for other nodes. A tensor of a storage that no such address lies in is not written.
+    None for nodes of others. A tensor of a storage that no such address lies in is not written.
     """
     kernel = driver.kernel_node(node)
-    if kernel is None or _GENERATED.match(kernel.name) is None:
+    if kernel is None or _ADDRESSED.match(kernel.name) is None:
         return None
     return frozenset(range(word, word + 1) for word in kernel.words)
 
