@@ -26,7 +26,7 @@ class GemmConfig:
     @property
     def code(self) -> str:
         """The name without the order of tiles, in which configurations of one machine code differ."""
-        letters = {"matrix_instr_nonkdim": "n", "kpack": "k", "waves_per_eu": "e"}
+        letters = {"matrix_instr_nonkdim": "n", "kpack": "k", "waves_per_eu": "e", "maxnreg": "r"}
         given = dict(self.options)
         options = "".join(f"{letter}{given[name]}" for name, letter in letters.items() if name in given)
         store = "h" * self.HALVES + "t" * self.WGRAD_TRANS_STORE

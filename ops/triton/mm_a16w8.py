@@ -259,6 +259,8 @@ def choose_config(
         return A16W8Config(bm, bn, depth, 4, 3 if bm == 32 else 4)
     if target.backend == "hip":
         return A16W8Config(128, 128, min(depth, 64), 4, 2, options=options)
+    if target.arch == 90 and not per_element and aligned:
+        return A16W8Config(128, 64, depth, 4, 3)  # 1.2x as fast as 128 columns by 8 warps, at 7 shapes on an H200
     if per_element and target.arch not in (90, 100, 103):
         return A16W8Config(128, 128, 32, 8, 3)  # 64 deep spills 4 to 6 registers on sm89 and sm120
     # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 60 registers spill.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import triton
@@ -19,6 +20,11 @@ from fp8fn.ops.tuning.amd_kernels import SCALED_MM
 
 # The smallest extent along K of a scale: that of the smallest tile that `tl.dot` multiplies in FP8.
 _LEAST_K: Final = 32
+# With at most 168 registers a thread three blocks of `_HOPPER` find room on a multiprocessor. On an H200 (2026-11-29),
+# at (8192, 28672, 4096): 928 TFLOP/s; in bands of 8 rows of tiles 881, and 776 with as many registers as ptxas takes.
+# Scales by columns of `b` and masked tiles would spill, and operands that are turned on their way are slow with it too.
+_THREE_BLOCKS: Final = (("maxnreg", 168),)
+_HOPPER: Final = GemmConfig(64, 128, 4, 3, GROUP=32)
 
 
 @triton.jit
@@ -188,7 +194,15 @@ def configured(product: ScaledProduct) -> tuple[GemmConfig, str]:
             has_bias = product.bias is not None
             choice = amd.choose(kind, rows, n, k, str(target.arch), bias=has_bias, aligned=aligned)
             return choice.config, choice.reason
-    return choose_config(product.m, n, k, target, aligned=amd.is_aligned(a.data, b.data, out)), ""
+    config = choose_config(product.m, n, k, target, aligned=amd.is_aligned(a.data, b.data, out))
+    return replace(config, options=_THREE_BLOCKS) if config == _HOPPER and _fits_three_blocks(product) else config, ""
+
+
+def _fits_three_blocks(product: ScaledProduct) -> bool:
+    a, b = product.a, product.b
+    even = product.n % _HOPPER.BN == 0 and product.k % 128 == 0
+    by_columns = b.block[1] == 1 and b.block[0] != WHOLE
+    return even and not by_columns and a.data.stride(-1) == 1 and b.data.stride(-2) == 1
 
 
 def choose_config(m: int, n: int, k: int, target: Target, *, aligned: bool = True) -> GemmConfig:
@@ -206,8 +220,7 @@ def choose_config(m: int, n: int, k: int, target: Target, *, aligned: bool = Tru
     if not aligned:
         return GemmConfig(64, 32 if target.arch in (120, 121) else 64, 8, 3)  # 64 columns spill 2 registers on sm120
     if target.arch == 90:
-        # On an H200 the best of the pointer kernels: 817 TFLOP/s at (8192, 28672, 4096).
-        return GemmConfig(64, 128, 4, 4)
+        return _HOPPER
     if target.arch in (100, 103):
         # 4 warps spill 42 to 208 registers on sm100.
         return GemmConfig(128, 128, 8, 3)

@@ -30,8 +30,8 @@ KERNEL_COLUMNS: Final = (
 ROW_COLUMNS: Final = ("product", "M", "N", "K", "config", "modelled_us", "bound")
 _FOLDER: Final = Path(__file__).parent / "tables"
 _NAME: Final = re.compile(
-    r"(?P<BM>\d+)x(?P<BN>\d+)w(?P<w>\d+)s(?P<s>\d+)(?:n(?P<n>\d+))?(?:k(?P<k>\d+))?(?:e(?P<e>\d+))?(?P<h>h?)(?P<t>t?)"
-    r"(?:g(?P<g>\d+))?(?:x(?P<x>\d+))?"
+    r"(?P<BM>\d+)x(?P<BN>\d+)w(?P<w>\d+)s(?P<s>\d+)(?:n(?P<n>\d+))?(?:k(?P<k>\d+))?(?:e(?P<e>\d+))?"
+    r"(?:r(?P<r>\d+))?(?P<h>h?)(?P<t>t?)(?:g(?P<g>\d+))?(?:x(?P<x>\d+))?"
 )
 # What Triton compiles of the numbers in a name.
 _PARTS: Final[Mapping[str, tuple[int, ...]]] = {
@@ -95,7 +95,8 @@ _SPILLS_WIDE: Final = frozenset({("gfx942", "dgrad", "256x128w8s2n16k2h")})  # 2
 @cache
 def config_of(name: str) -> GemmConfig:
     """`"256x128w8s2n16k2hg8x8"`: tile, warps, stages, `n` the side of the matrix instruction, `k` kpack, `e` waves of a
-    SIMD, `h` stores of halves or `t` of the turned tile, `g` rows of tiles in a column, `x` chiplets.
+    SIMD, `r` registers of a thread at most (NVIDIA), `h` stores of halves or `t` of the turned tile, `g` rows of tiles
+    in a column, `x` chiplets.
 
     ValueError for another name.
     """
@@ -108,7 +109,7 @@ def config_of(name: str) -> GemmConfig:
             raise ValueError(
                 f"{name!r} has {part[what]} as {what}, which has to be one of {', '.join(map(str, known))}"
             )
-    options = {"matrix_instr_nonkdim": part["n"], "kpack": part["k"], "waves_per_eu": part["e"]}
+    options = {"matrix_instr_nonkdim": part["n"], "kpack": part["k"], "waves_per_eu": part["e"], "maxnreg": part["r"]}
     return GemmConfig(
         int(part["BM"]), int(part["BN"]), int(part["w"]), int(part["s"]),
         GROUP=int(part["g"] or GemmConfig.GROUP), HALVES=bool(part["h"]), XCDS=int(part["x"] or GemmConfig.XCDS),

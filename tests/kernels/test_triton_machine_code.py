@@ -188,6 +188,23 @@ def test_hopper_multiplies_e4m3_in_warpgroups(kind: str, planner: Any) -> None:
     assert ("cp.async.bulk.tensor.2d.shared" in ptx) == (planner is plan_scaled_mm_tma)
 
 
+@pytest.mark.parametrize("kind", ["forward", "rowwise"])
+def test_three_blocks_by_pointers_find_room_on_hopper(kind: str) -> None:
+    """Of registers and of shared memory, as a multiprocessor has them; where they would spill none is told to."""
+    launch = product(SM90, kind)
+    found = launch.resources()
+    assert launch.options["maxnreg"] == 168
+    assert 3 * 32 * launch.options["num_warps"] * found.registers <= 65536
+    assert 3 * (found.shared + 1024) <= 233472
+    for other in (
+        product(SM90, "wgrad"),
+        product(SM90, "dgrad"),
+        product(SM90, kind, n=4080),
+        product(SM90, kind, k=4112),
+    ):
+        assert "maxnreg" not in other.options
+
+
 def test_ada_and_blackwell_multiply_fp8_by_pointers() -> None:
     for target in (SM89, SM120):
         ptx = product(target, "forward").compile().asm["ptx"]
