@@ -21,6 +21,8 @@ from fp8fn.ops.triton.views import batched, ceil_div, is_wide, strides
 
 # Partial maxima of a matrix: enough programs for 132 to 304 cores, few enough for one program to reduce.
 _PARTIALS: Final = 512
+# Columns that a program takes of its rows, where that makes programs enough.
+_STRIP: Final = 1024
 
 
 @triton.jit
@@ -87,6 +89,27 @@ def partial_amax(
     tl.store(partials + tl.program_id(0), tl.max(tl.max(bits, axis=1), axis=0))
 
 
+@triton.jit
+def partial_amax_rows(
+    x, partials, M, N, x_b, x_m, x_n, p_b, p_strip, tiles_m, strips,
+    BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of `BM` rows in one strip of `STRIP` columns, as bits."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    batch = pid // (tiles_m * strips)
+    strip = pid % (tiles_m * strips) // tiles_m
+    row = pid % tiles_m * BM + tl.arange(0, BM)
+    source = x + batch * x_b + row[:, None] * x_m
+    bits = tl.zeros((BM, BN), tl.int32)
+    for start in range(0, STRIP, BN):
+        columns = strip * STRIP + start + tl.arange(0, BN)[None, :]
+        values = tl.load(source + columns * x_n, mask=(row[:, None] < M) & (columns < N), other=0.0)
+        bits = tl.maximum(bits, magnitude_bits(values))
+    tl.store(partials + batch * p_b + strip * p_strip + row, tl.max(bits, axis=1), mask=row < M)
+
+
 def plan_amax(x: Tensor, block: Block, amax: Tensor, target: Target) -> tuple[TritonLaunch, ...]:
     """Launches, in order, that fill `amax` from a non-empty `x` of any strides.
 
@@ -122,6 +145,27 @@ def plan_partial_amax(
         },
         constexprs={"BM": rows, "BN": columns, "WIDE": wide},
         options={"num_warps": num_warps},
+        target=target,
+        scratch=("partials",),
+    )  # fmt: skip
+
+
+def plan_partial_amax_rows(x: Tensor, target: Target, *, wide: bool) -> TritonLaunch:
+    """The launch that finds the largest magnitudes of parts of each row, `partials (B, parts, M)`, as bits."""
+    (batch, m, n), rows, columns = x.shape, 128, 128
+    tiles_m = ceil_div(m, rows)
+    strip = _STRIP if batch * tiles_m * ceil_div(n, _STRIP) >= 2 * target.cores else _STRIP // 2
+    strips = ceil_div(n, strip)
+    partials = torch.empty((batch, strips, m), dtype=torch.int32, device=x.device)
+    return TritonLaunch(
+        kernel=partial_amax_rows,
+        grid=(batch * tiles_m * strips, 1, 1),
+        args={
+            "x": x, "partials": partials, "M": m, "N": n, **strides("x", x), "p_b": partials.stride(0),
+            "p_strip": partials.stride(1), "tiles_m": tiles_m, "strips": strips,
+        },
+        constexprs={"BM": rows, "BN": columns, "STRIP": strip, "WIDE": wide},
+        options={"num_warps": 8},
         target=target,
         scratch=("partials",),
     )  # fmt: skip

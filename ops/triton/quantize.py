@@ -17,7 +17,7 @@ from fp8fn.ops.layout import WHOLE, as_batch, contracts_rows, is_column_major, i
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import Target
-from fp8fn.ops.triton.amax import plan_partial_amax
+from fp8fn.ops.triton.amax import plan_partial_amax, plan_partial_amax_rows
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide, strides
@@ -27,6 +27,8 @@ from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 _BINDS: Final = {"scales": "scale"}
 # The longest row that one program keeps in registers, 64 elements a thread. A longer row is read again, from the L2.
 _LONGEST_ROW: Final = 16384
+# Elements of a column-major matrix from which two launches of tiles are faster than one of whole rows (H200).
+_LEAST_IN_PARTS: Final = 2**24
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class BlockTile:
     rows: int
     columns: int
     num_warps: int
+
+
+_PART_TILE: Final = BlockTile(64, 128, 4)
 
 
 @triton.jit
@@ -139,6 +144,32 @@ def quantize_rows(
 
 
 @triton.jit
+def quantize_parts_of_rows(
+    x, partials, data, scales, M, N, x_b, x_m, x_n, d_b, d_m, d_n, s_b, s_m, p_b, p_part, tiles_m, tiles_n, parts,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows with one scale each, which a program reduces from the maxima of their parts."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    batch = pid // (tiles_m * tiles_n)
+    tile_n = pid % (tiles_m * tiles_n) // tiles_m
+    row = pid % tiles_m * BM + tl.arange(0, BM)
+    rows = row[:, None]
+    part = tl.arange(0, PARTS)[None, :]
+    maxima = tl.load(partials + batch * p_b + part * p_part + rows, mask=(part < parts) & (rows < M), other=0)
+    stored, inverse = scale_of(tl.max(maxima, axis=1), LARGEST, EMAX, FLOOR, FORMAT)
+    columns = (tile_n * BN + tl.arange(0, BN))[None, :]
+    inside = (rows < M) & (columns < N)
+    values = tl.load(x + batch * x_b + rows * x_m + columns * x_n, mask=inside, other=0.0).to(tl.float32)
+    quantized = cast(values * inverse[:, None], LARGEST, data.dtype.element_ty)
+    tl.store(data + batch * d_b + rows * d_m + columns * d_n, quantized, mask=inside)
+    if tile_n == 0:
+        tl.store(scales + batch * s_b + row * s_m, stored, mask=row < M)
+
+
+@triton.jit
 def quantize_whole(
     x, partials, data, scales, M, N, x_b, x_m, x_n, d_b, d_m, d_n, s_b, tiles_m, tiles_n, parts,
     PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr,
@@ -183,10 +214,13 @@ class _Batch:
         return dict.fromkeys(("a_b", "a_m", "a_n"), 0) if self.amax is None else strides("a", self.amax)
 
 
-def plan_quantize(q: Quantization, tile: BlockTile | None = None) -> tuple[TritonLaunch, ...]:
+def plan_quantize(
+    q: Quantization, tile: BlockTile | None = None, *, in_parts: bool | None = None
+) -> tuple[TritonLaunch, ...]:
     """Launches, in order, that fill the output in `block` from an `x` of any strides.
 
-    No launch for an empty `x`: then there is no data, and the caller fills the scales.
+    No launch for an empty `x`: then there is no data, and the caller fills the scales. `in_parts`: whether programs
+    take parts of whole rows that do not lie in lines; None, by the size of `x`.
     """
     if q.x.numel() == 0:
         return ()
@@ -199,6 +233,9 @@ def plan_quantize(q: Quantization, tile: BlockTile | None = None) -> tuple[Trito
     if out.block == (WHOLE, WHOLE):
         return _plan_whole(batch, tile or _tile(batch))
     if out.block[1] == WHOLE:
+        many = tile is None and batch.x.numel() >= _LEAST_IN_PARTS if in_parts is None else in_parts
+        if many and is_column_major(batch.x) and amax is None:
+            return _plan_parts_of_rows(batch)
         return (_plan_rows(batch, tile or _row_tile(batch.x)),)
     return (_plan_blocks(batch, tile or _tile(batch)),)
 
@@ -263,6 +300,35 @@ def _plan_rows(q: _Batch, tile: BlockTile) -> TritonLaunch:
         target=q.target,
         binds=_BINDS,
     )  # fmt: skip
+
+
+def _plan_parts_of_rows(q: _Batch) -> tuple[TritonLaunch, TritonLaunch]:
+    """The launch that finds the largest magnitudes of parts of the rows, and the one that quantizes tile by tile."""
+    (batch, m, n), (data, scales, _) = q.x.shape, q.out
+    tile = _PART_TILE
+    amax = plan_partial_amax_rows(q.x, q.target, wide=q.wide)
+    partials, parts = amax.args["partials"], amax.args["strips"]
+    assert isinstance(partials, Tensor)
+    assert isinstance(parts, int)
+    tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
+    quantize = TritonLaunch(
+        kernel=quantize_parts_of_rows,
+        grid=(batch * tiles_m * tiles_n, 1, 1),
+        args={
+            "x": q.x, "partials": partials, "data": data, "scales": scales, "M": m, "N": n,
+            **strides("x", q.x), **strides("d", data), "s_b": scales.stride(0), "s_m": scales.stride(1),
+            "p_b": partials.stride(0), "p_part": partials.stride(1), "tiles_m": tiles_m, "tiles_n": tiles_n,
+            "parts": parts,
+        },
+        constexprs={
+            "PARTS": triton.next_power_of_2(parts), "BM": tile.rows, "BN": tile.columns, "WIDE": q.wide, **q.constants,
+        },
+        options={"num_warps": tile.num_warps},
+        target=q.target,
+        binds=_BINDS,
+        scratch=amax.scratch,
+    )  # fmt: skip
+    return amax, quantize
 
 
 def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:

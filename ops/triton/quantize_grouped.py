@@ -40,6 +40,8 @@ class GroupedTile:
 # 64 elements a thread spill on no target, also for ragged sizes and a column-major `x`; twice as many spill on sm90.
 TILE: Final = GroupedTile(64, 4)
 DUAL_TILE: Final = GroupedTile(128, 8)
+# For the scales of whole groups. Rows of other lengths than multiples of 16 spill by it, 14 to 72 registers.
+WHOLE_TILE: Final = GroupedTile(128, 4)
 # Squares have a tile of their columns, or of several.
 SQUARE_TILE: Final = GroupedTile(128, 8)
 # The tile for blocks of 32 tokens.
@@ -273,6 +275,8 @@ def default_tile(q: Quantization) -> GroupedTile:
         return MX_TILE
     if not q.dual:
         tile = SQUARE_TILE if _is_square(q) else TILE
+        if q.block[0] == WHOLE and q.target.backend == "cuda" and q.n % 16 == 0:
+            return WHOLE_TILE
         # With 4 warps the scales of whole groups spill 18 registers on sm120.
         return replace(tile, num_warps=8) if q.block[0] == WHOLE and q.target.arch in (120, 121) else tile
     even = q.n % DUAL_TILE.columns == 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference
-from fp8fn.ops.layout import BLOCKS, Block, matrix_strides, scale_shape
+from fp8fn.ops.layout import BLOCKS, WHOLE, Block, matrix_strides, scale_shape
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import Quantization
@@ -299,7 +299,18 @@ def _quantize(place: Place, target: Target) -> Forms:
         q = kernel_info.with_outputs(operands, q)
         operands.expected = partial(_parts, q, partial(reference.quantize, q.x, block, E4M3, scale))
         yield Form(f"{block} {scale}", plan_quantize(q), operands)
+    yield from _quantize_in_parts(place, target)
     yield from _quantize_given(place, target)
+
+
+def _quantize_in_parts(place: Place, target: Target) -> Forms:
+    """Whole columns of a row-major matrix, which more than one program takes."""
+    for scale in ("fp32", "e8m0"):
+        operands = Operands(place)
+        q = quantization(operands.input("x", (2051, 137), BF16), (WHOLE, 1), scale=scale, target=target)
+        q = kernel_info.with_outputs(operands, q)
+        operands.expected = partial(_parts, q, partial(reference.quantize, q.x, q.block, E4M3, scale))
+        yield Form(f"in parts {scale}", plan_quantize(q, in_parts=True), operands)
 
 
 def _quantize_given(place: Place, target: Target) -> Forms:
@@ -531,7 +542,7 @@ TRITON: Final = (
         "quantize.py", _quantize, nan=("x",), far=(("x", -2),),
         emulated=(
             *(f"{block} {scale}" for block in BLOCKS for scale in ("fp32", "e8m0")),
-            *(f"given {block}" for block in BLOCKS),
+            *(f"given {block}" for block in BLOCKS), "in parts fp32", "in parts e8m0",
         ),
     ),
     KernelInfo("amax.py", _amax, emulated=tuple(map(str, BLOCKS)), nan=("x",), far=(("x", -2),)),
