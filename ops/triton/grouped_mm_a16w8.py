@@ -83,6 +83,8 @@ def plan_grouped_mm_a16w8(product: WeightProduct, config: A16W8Config) -> tuple[
 
 def configure(product: WeightProduct) -> A16W8Config:
     """The configuration for the mean number of rows in a group, and the columns of all experts that may have rows."""
-    groups = product.group_ends.shape[0]
-    columns = product.n * min(groups, product.m)
-    return choose_config(ceil_div(product.m, groups), columns, product.w.block, product.x.dtype, product.target)
+    groups, target = product.group_ends.shape[0], product.target
+    rows, columns = ceil_div(product.m, groups), product.n * min(groups, product.m)
+    if target.arch == 90:  # H200: tiles of 32 rows take 0.81 to 0.96 of the time of 16 where experts' rows follow Zipf
+        rows = max(rows, 32)
+    return choose_config(rows, columns, product.w.block, product.x.dtype, target)

@@ -231,7 +231,8 @@ def configure(product: WeightProduct) -> A16W8Config:
     """The default configuration of a product; see `choose_config`."""
     product = product.as_matrix()
     aligned = product.k % 16 == 0 and product.n % 16 == 0
-    return choose_config(product.m, product.n, product.w.block, product.x.dtype, product.target, aligned=aligned)
+    columns = product.n * product.batch
+    return choose_config(product.m, columns, product.w.block, product.x.dtype, product.target, aligned=aligned)
 
 
 def choose_config(
@@ -254,6 +255,10 @@ def choose_config(
         bn = 64 if ceil_div(n, 64) >= target.cores else 32
         if target.backend == "hip":
             return A16W8Config(bm, bn, depth, 4, 2, options=options)
+        if target.arch == 90 and bm == 64:
+            return A16W8Config(bm, 64, min(depth, 64), 4, 4)  # H200: 0.64 to 0.88 of the time of 8 warps
+        if target.arch == 90 and bm == 16:
+            return A16W8Config(bm, 64, depth, 4, 3) if bn == 64 else A16W8Config(bm, 32, depth, 2, 4)
         if bm == 64:
             return A16W8Config(bm, bn, min(depth, 64), 8, 4)  # 4 warps spill 2 registers on sm100
         return A16W8Config(bm, bn, depth, 4, 3 if bm == 32 else 4)
