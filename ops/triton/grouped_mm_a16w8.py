@@ -12,7 +12,7 @@ import triton.language as tl
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.triton.group_tiles import borders, group_at, places_of
 from fp8fn.ops.triton.launch import TritonLaunch
-from fp8fn.ops.triton.mm_a16w8 import A16W8Config, choose_config, store_tile, weight_tile, with_bias
+from fp8fn.ops.triton.mm_a16w8 import A16W8Config, by_float32, choose_config, store_tile, weight_tile, with_bias
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import ceil_div, is_wide
@@ -24,7 +24,7 @@ def grouped_mm_a16w8(
     s_e, s_k, s_n, bias_e, bias_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     S_K: tl.constexpr, S_N: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
-    TRANS_STORE: tl.constexpr,
+    TRANS_STORE: tl.constexpr, BY_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One `BM x BN` tile of the rows of one group; `GROUPS` is a power of two above `E`."""
     place, tile_n = grouped_tile(tl.program_id(0), M // BM + E + 1, tl.cdiv(N, BN), GROUP)
@@ -45,7 +45,7 @@ def grouped_mm_a16w8(
     expert = group.to(tl.int64)
     acc = weight_tile(
         x, w + expert * w_e, w_scale + expert * s_e, offset_m, end, tile_n * BN, N, K,
-        x_m, x_k, x_step, w_k, w_n, w_step, s_k, s_n, BM, BN, BK, S_K, S_N, False, EVEN_N, EVEN_K, WIDE,
+        x_m, x_k, x_step, w_k, w_n, w_step, s_k, s_n, BM, BN, BK, S_K, S_N, False, EVEN_N, EVEN_K, WIDE, BY_FLOAT32,
     )  # fmt: skip
     if bias is not None:
         acc = with_bias(acc, bias + expert * bias_e, offset_n, N, bias_n)
@@ -74,6 +74,7 @@ def plan_grouped_mm_a16w8(product: WeightProduct, config: A16W8Config) -> tuple[
                 "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "GROUPS": places_of(groups),
                 "S_K": w_block[0], "S_N": w_block[1], "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
                 "WIDE": is_wide(x, w[0], out, w_scale[0]), "TRANS_STORE": target.backend == "hip",
+                "BY_FLOAT32": by_float32(target),
             },
             options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
             target=target,

@@ -40,7 +40,7 @@ class BlockTile:
     num_warps: int
 
 
-_PART_TILE: Final = BlockTile(64, 128, 4)
+_PART_TILE: Final = BlockTile(rows=64, columns=128, num_warps=4)
 
 
 @triton.jit

@@ -190,7 +190,7 @@ def test_hopper_multiplies_e4m3_in_warpgroups(kind: str, planner: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["forward", "rowwise"])
 def test_three_blocks_by_pointers_find_room_on_hopper(kind: str) -> None:
-    """Of registers and of shared memory, as a multiprocessor has them; where they would spill none is told to."""
+    """Registers and shared memory suffice for three. Where they don't, the compiler is not limited."""
     launch = product(SM90, kind)
     found = launch.resources()
     assert launch.options["maxnreg"] == 168
