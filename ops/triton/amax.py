@@ -23,6 +23,8 @@ from fp8fn.ops.triton.views import batched, ceil_div, is_wide, strides
 _PARTIALS: Final = 512
 # Columns that a program takes of its rows, where that makes programs enough.
 _STRIP: Final = 1024
+# Parts of a row at most: with 1024 the programs that reduce them spill 1444 registers on sm90.
+_ROW_PARTS: Final = 128
 
 
 @triton.jit
@@ -155,6 +157,7 @@ def plan_partial_amax_rows(x: Tensor, target: Target, *, wide: bool) -> TritonLa
     (batch, m, n), rows, columns = x.shape, 128, 128
     tiles_m = ceil_div(m, rows)
     strip = _STRIP if batch * tiles_m * ceil_div(n, _STRIP) >= 2 * target.cores else _STRIP // 2
+    strip = max(strip, triton.next_power_of_2(ceil_div(n, _ROW_PARTS)))
     strips = ceil_div(n, strip)
     partials = torch.empty((batch, strips, m), dtype=torch.int32, device=x.device)
     return TritonLaunch(

@@ -17,11 +17,14 @@ from fp8fn.ops.layout import BLOCKS, Block, contracts_rows, empty_data, empty_sc
 from fp8fn.ops.quantization import empty_dual
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.reference.quantize import quantize
-from fp8fn.ops.targets import SM90
+from fp8fn.ops.targets import GFX950, SM90, SM120, Target
+from fp8fn.ops.triton import amax
 from fp8fn.ops.triton.quantize import BlockTile
+from fp8fn.ops.triton.quantize import plan_quantize as plan
 from support.accuracy import assert_same_bits
+from support.compilers import assert_no_spills
 from support.operands.values import HARD, random
-from support.quantizers import plan_quantize, plan_quantize_dual
+from support.quantizers import plan_quantize, plan_quantize_dual, quantization, tensors
 
 E4M3 = torch.float8_e4m3fn
 
@@ -147,6 +150,28 @@ def test_one_read_and_as_few_launches_as_the_block_allows() -> None:
     for block in BLOCKS:
         launches = plan_quantize(x, empty_data(x, block, E4M3), empty_scale(x, block, "fp32"), block, "fp32", SM90)
         assert len(launches) == (2 if block == (-1, -1) else 1)
+
+
+def test_parts_of_long_rows_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amax, "_ROW_PARTS", 4)
+    q = quantization(random(4099, 5), (-1, 1))
+    launches = plan(q, in_parts=True)
+    assert (launches[0].constexprs["STRIP"], launches[0].args["strips"]) == (2048, 3)
+    for launch in launches:
+        launch.interpret()
+    for actual, expected in zip(tensors(q), quantize(q.x, q.block, E4M3, "fp32"), strict=True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096), (131072, 130), (10**6, 67)], ids=str)
+@pytest.mark.parametrize("target", [SM90, SM120, GFX950], ids=lambda target: target.name)
+def test_rows_of_any_length_in_parts_spill_nothing(target: Target, shape: tuple[int, int]) -> None:
+    """With a part for each strip of 1024 columns the last one spilled 1444 registers on sm90."""
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    launches = plan(quantization(x, (-1, 1), target=target))
+    assert [launch.name for launch in launches] == ["partial_amax_rows", "quantize_parts_of_rows"]
+    for launch in launches:
+        assert_no_spills(launch.resources(), target)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 4)], ids=str)
