@@ -187,7 +187,8 @@ def _named(product: WeightProduct) -> Named | None:
 def _configure_triton_once(product: WeightProduct) -> Any:
     """The tile of 64 rows, for any number of rows."""
     product = product.as_matrix()
-    return triton.choose_config(64, product.n, product.w.block, product.x.dtype, product.target)
+    aligned = triton.is_aligned(product)
+    return triton.choose_config(64, product.n, product.w.block, product.x.dtype, product.target, aligned=aligned)
 
 
 def _in_lines(product: WeightProduct) -> tuple[Tensor | None, ...] | None:

@@ -249,9 +249,13 @@ def by_float32(target: Target) -> bool:
 def configure(product: WeightProduct) -> A16W8Config:
     """The default configuration of a product; see `choose_config`."""
     product = product.as_matrix()
-    aligned = product.k % 16 == 0 and product.n % 16 == 0
-    columns = product.n * product.batch
+    columns, aligned = product.n * product.batch, is_aligned(product)
     return choose_config(product.m, columns, product.w.block, product.x.dtype, product.target, aligned=aligned)
+
+
+def is_aligned(product: WeightProduct) -> bool:
+    """Whether the lines of a contiguous `x` and weight are multiples of 16, so that no load is of single bytes."""
+    return product.k % 16 == 0 and product.n % 16 == 0
 
 
 def choose_config(
@@ -274,9 +278,12 @@ def choose_config(
         bn = 64 if ceil_div(n, 64) >= target.cores else 32
         if target.backend == "hip":
             return A16W8Config(bm, bn, depth, 4, 2, options=options)
-        if target.arch == 90 and bm == 64:
-            return A16W8Config(bm, 64, min(depth, 64), 4, 4)  # H200: 0.64 to 0.88 of the time of 8 warps
-        if target.arch == 90 and bm == 16:
+        if not aligned:
+            depth = min(depth, 64)  # 128 deep spills 12 to 130 registers on sm90
+        elif target.arch == 90 and bm == 64:
+            # H200: 0.64 to 0.88 of the time of 8 warps. Lines that are not aligned spill 2 to 58 registers.
+            return A16W8Config(bm, 64, min(depth, 64), 4, 4)
+        elif target.arch == 90 and bm == 16:
             return A16W8Config(bm, 64, depth, 4, 3) if bn == 64 else A16W8Config(bm, 32, depth, 2, 4)
         if bm == 64:
             return A16W8Config(bm, bn, min(depth, 64), 8, 4)  # 4 warps spill 2 registers on sm100
@@ -287,5 +294,5 @@ def choose_config(
         return A16W8Config(128, 64, depth, 4, 3)  # 1.19x as fast as 128 columns by 8 warps, over nine shapes (H200)
     if per_element and target.arch not in (90, 100, 103):
         return A16W8Config(128, 128, 32, 8, 3)  # 64 deep spills 4 to 6 registers on sm89 and sm120
-    # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 60 registers spill.
-    return A16W8Config(128, 128 if aligned or per_element else 64, min(depth, 64), 8, 3)
+    # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 98 registers spill.
+    return A16W8Config(128, 128 if aligned else 64, min(depth, 64), 8, 3)

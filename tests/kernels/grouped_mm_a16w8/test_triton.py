@@ -134,6 +134,18 @@ def test_no_configuration_spills(target: Target, tokens: int, block: Block) -> N
     assert_no_spills(launch.resources(), target)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("block", [(128, 128), (1, -1)], ids=str)
+@pytest.mark.parametrize("tokens", [64, 200, 400, 4000])
+def test_no_experts_of_odd_sizes_spill_on_hopper(tokens: int, block: Block) -> None:
+    """Tiles of 32 rows and 128 deep spilled 106 registers, and of 128 rows and columns 98."""
+    x, out = (torch.empty(tokens, size, dtype=BF16, device="meta") for size in (4090, 4094))
+    w = torch.empty(8, 4094, 4090, dtype=native_e4m3(SM90), device="meta").mT
+    scaled, offsets = ScaledTensor(w, empty_scale(w, block, "fp32"), block), torch.empty(8, dtype=torch.int32)
+    product = WeightProduct(x=x, w=quantized(scaled), offsets=offsets.to("meta"), out=out, target=SM90)
+    (launch,) = plan_grouped_mm_a16w8(product, configure(product))
+    assert_no_spills(launch.resources(), SM90)
+
+
 def test_machine_code() -> None:
     """16-bit products by the matrix units, from wide loads."""
     for target, instruction, tokens in (

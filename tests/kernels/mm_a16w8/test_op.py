@@ -23,6 +23,7 @@ from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
+from fp8fn.ops.mm_a16w8 import MM_A16W8_INVARIANT
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
@@ -178,19 +179,33 @@ def test_no_configuration_spills(target: Target, m: int, block: Block) -> None:
         assert_no_spills(offline(target, block, m, dtype, n).resources(), target)
 
 
+def odd(target: Target, block: Block, m: int) -> WeightProduct:
+    """Lines that are no multiples of 16."""
+    x = torch.empty(m, 33, dtype=BF16, device="meta")
+    w = torch.empty(130, 33, dtype=E4M3, device="meta").mT
+    scaled = Quantized(w, empty_scale(w, block, "fp32"), block)
+    return WeightProduct(x=x, w=scaled, out=x.new_empty(m, 130), target=target)
+
+
 @pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
 @pytest.mark.parametrize("target", [SM89, SM100, SM120], ids=lambda target: target.name)
 def test_no_product_of_odd_sizes_spills(target: Target, block: Block) -> None:
     """The wide tile spilled 58 registers on sm89."""
-    x = torch.empty(127, 33, dtype=BF16, device="meta")
-    w = torch.empty(130, 33, dtype=E4M3, device="meta").mT
-    product = WeightProduct(
-        x=x, w=Quantized(w, empty_scale(w, block, "fp32"), block), out=x.new_empty(127, 130), target=target
-    )
+    product = odd(target, block, 127)
     assert_no_spills(plan_mm_a16w8(product, configure(product))[0].resources(), target)
     # The default is among the candidates of tuning.
     problem = weight_problem(product)._replace(target=target)
     assert configure(product) in weight_table.candidates(problem)["triton_mm"]
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, -1)], ids=str)
+@pytest.mark.parametrize("m", [20, 64, 100])
+def test_no_product_of_odd_sizes_spills_on_hopper(m: int, block: Block) -> None:
+    """The tile of 64 rows, which batch-invariant products have for any number of rows, spilled 2 by 4 warps."""
+    product = odd(SM90, block, m)
+    (once,) = (kernel for kernel in MM_A16W8_INVARIANT.kernels if kernel.name == "triton_mm")
+    for config in {configure(product), once.configure(product)}:
+        assert_no_spills(plan_mm_a16w8(product, config)[0].resources(), SM90)
 
 
 def test_machine_code_multiplies_16_bits_and_hopper_takes_the_weight_from_registers() -> None:
