@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 
@@ -22,7 +23,9 @@ from fp8fn.ops.tuning.amd_kernels import SCALED_MM
 _LEAST_K: Final = 32
 # With at most 168 registers a thread three blocks of `_HOPPER` find room on a multiprocessor. On an H200 (2026-11-29),
 # at (8192, 28672, 4096): 928 TFLOP/s; in bands of 8 rows of tiles 881, and 776 with as many registers as ptxas takes.
-# Scales by columns of `b` and masked tiles would spill, and operands that are turned on their way are slow with it too.
+# Beside the sums of a K tile, scales by columns of `b` spill 6 registers, and so do masked rows with 64-bit offsets or
+# with a bias and float32 results. Masked columns and K tiles would spill too, and operands that are turned on their way
+# are slow with it.
 _THREE_BLOCKS: Final = (("maxnreg", 168),)
 _HOPPER: Final = GemmConfig(64, 128, 4, 3, GROUP=32)
 
@@ -201,8 +204,10 @@ def configured(product: ScaledProduct) -> tuple[GemmConfig, str]:
 def _fits_three_blocks(product: ScaledProduct) -> bool:
     a, b = product.a, product.b
     even = product.n % _HOPPER.BN == 0 and product.k % 128 == 0
-    by_columns = b.block[1] == 1 and b.block[0] != WHOLE
-    return even and not by_columns and a.data.stride(-1) == 1 and b.data.stride(-2) == 1
+    large = is_wide(a.data, b.data, product.out) or (product.bias is not None and product.out.dtype == torch.float32)
+    promoted = a.block[1] != WHOLE or b.block[0] != WHOLE  # scales multiply the sums of each K tile
+    crowded = promoted and (b.block[1] == 1 or (large and product.m % _HOPPER.BM != 0))
+    return even and not crowded and a.data.stride(-1) == 1 and b.data.stride(-2) == 1
 
 
 def choose_config(m: int, n: int, k: int, target: Target, *, aligned: bool = True) -> GemmConfig:

@@ -205,6 +205,20 @@ def test_three_blocks_by_pointers_find_room_on_hopper(kind: str) -> None:
         assert "maxnreg" not in other.options
 
 
+@pytest.mark.parametrize("blocks", [((1, 128), (-1, 1)), ((1, 128), (128, 128)), ((1, 128), (-1, -1))], ids=str)
+@pytest.mark.parametrize("m", [4096 + 4, 2**19 + 4])
+def test_no_masked_rows_with_a_bias_spill_on_hopper(m: int, blocks: tuple[Block, Block]) -> None:
+    """With 168 registers 6 to 8 spilled: scales by columns, float32 results, rows past 2**31 elements."""
+    a, b = (torch.empty(size, 4096, dtype=torch.float8_e4m3fn, device="meta") for size in (m, 4096))
+    a_block, b_block = blocks
+    scales = empty_scale(a, a_block, "fp32"), empty_scale(b.mT, b_block, "fp32")
+    out, bias = torch.empty(m, 4096, device="meta"), torch.empty(4096, dtype=torch.bfloat16, device="meta")
+    parts = Parts(a, scales[0], a_block, b.mT, scales[1], b_block, bias, out)
+    (launch,) = plan_scaled_mm(parts.product(SM90))
+    assert launch.constexprs["WIDE"] is (m > 2**19)
+    assert_no_spills(launch.resources(), SM90)
+
+
 def test_ada_and_blackwell_multiply_fp8_by_pointers() -> None:
     for target in (SM89, SM120):
         ptx = product(target, "forward").compile().asm["ptx"]
