@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fp8fn.ops.cuda.runtime.driver import KernelNode
 from fp8fn.ops.cuda.runtime.launch import CudaKernel, CudaLaunch
 from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.torch_private import core
+from fp8fn.ops.triton.launch import TritonCall
 from support.operands.mx import operands
 from support.operands.weights import weight
 from support.products import planned, scaled_product, weight_product
@@ -120,6 +121,27 @@ def test_what_settles_leaves_nothing_before_it_running(graph: Graph) -> None:
     assert not graph_capture.readable(third)
 
 
+def test_kept_launches_by_triton_settle(graph: Graph) -> None:
+    """All before them has ended; only their last one's results may still be written."""
+
+    class Started:
+        def start(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+            graph.add("quantize_rows")
+
+    w, x = torch.empty(4), torch.empty(4)
+    call = TritonCall((Started(), Started()), (geometry(x), geometry(w)), 1)  # type: ignore[arg-type]
+    graph.add("another")
+    assert not graph_capture.readable(w)
+    (made,) = call(x)
+    assert graph_capture.readable(w, x)
+    assert not graph_capture.readable(w, made)
+    settled = launch(graph, True)
+    assert graph_capture.readable(w, made)
+    assert not graph_capture.readable(settled)
+    graph.add("quantize_rows")  # the same kernel by other hands
+    assert not graph_capture.readable(w)
+
+
 def test_behind_another_library_s_launch_nothing_until_one_of_ours_settles(graph: Graph) -> None:
     w = torch.empty(4)
     launch(graph, True)
@@ -157,7 +179,7 @@ def test_behind_a_kernel_of_inductor_s_all_but_what_it_is_given(graph: Graph) ->
         "triton_tem_fused_mm_0", "triton_mm", "poi_fused", "void at::native::triton_poi_fused()", "_triton_per_fused",
         "triton_per_token_group_quant", "triton_red_stats", "triton_for_", "triton_poi_",
         "_ZN5flash16flash_fwd_kernelI", "flash_fwd_kernel", "_ZN13pytorch_flash", "fmha_cutlassF_bf16",
-        "_Z37fmha_cutlassB_bf16",
+        "_Z37fmha_cutlassB_bf16", "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_4",
     ],
 )  # fmt: skip
 def test_behind_other_kernels_nothing_is_known(name: str, graph: Graph) -> None:

@@ -26,10 +26,10 @@ _log = logging.getLogger("fp8fn")
 
 # As Inductor names its pointwise kernels, reductions (two kinds) and several in one, with and without descriptive
 # names (those of other kernels may begin alike, as triton_per_token_quant); PyTorch's flash attention, which has a
-# namespace of its own, its memory-efficient attention, and cuDNN's.
+# namespace of its own, its memory-efficient attention, and cuDNN's forward (nodes of its backward were not looked at).
 _ADDRESSED: Final = re.compile(
     r"triton_(poi|per|red|for)_(fused_|_\d)|_ZN13pytorch_flash\d+\w+_kernel|_Z\d+fmha_cutlassF_"
-    r"|cudnn_generated_fort_native_sdpa_"
+    r"|cudnn_generated_fort_native_sdpa_(?!\w*bprop)"
 )
 
 LIMIT: Final = 256  # nodes that are remembered: asked for is the last one of a stream
