@@ -40,7 +40,8 @@ class GroupedTile:
 # 64 elements a thread spill on no target, also for ragged sizes and a column-major `x`; twice as many spill on sm90.
 TILE: Final = GroupedTile(64, 4)
 DUAL_TILE: Final = GroupedTile(128, 8)
-# For the scales of whole groups. Rows of other lengths than multiples of 16 spill by it, 14 to 72 registers.
+# For the scales of whole groups. Rows of other lengths than multiples of 16 spill by it, 14 to 72 registers; matrices
+# of more than 2**31 elements 2 to 44; and float32 on sm120 14.
 WHOLE_TILE: Final = GroupedTile(128, 4)
 # Squares have a tile of their columns, or of several.
 SQUARE_TILE: Final = GroupedTile(128, 8)
@@ -275,12 +276,18 @@ def default_tile(q: Quantization) -> GroupedTile:
         return MX_TILE
     if not q.dual:
         tile = SQUARE_TILE if _is_square(q) else TILE
-        if q.block[0] == WHOLE and q.target.backend == "cuda" and q.n % 16 == 0:
+        if q.block[0] == WHOLE and _fits_whole_tile(q):
             return WHOLE_TILE
         # With 4 warps the scales of whole groups spill 18 registers on sm120.
         return replace(tile, num_warps=8) if q.block[0] == WHOLE and q.target.arch in (120, 121) else tile
     even = q.n % DUAL_TILE.columns == 0
     return replace(DUAL_TILE, num_warps=QUANTIZE_WARPS) if q.target.backend == "hip" and even else DUAL_TILE
+
+
+def _fits_whole_tile(q: Quantization) -> bool:
+    x, target = q.x, q.target
+    large = is_wide(x) or (x.dtype == torch.float32 and target.arch in (120, 121))
+    return target.backend == "cuda" and q.n % 16 == 0 and not large
 
 
 def plan_quantize_grouped(q: Quantization, tile: GroupedTile | None = None) -> tuple[TritonLaunch, ...]:

@@ -31,12 +31,15 @@ from fp8fn.ops.quantize_grouped import (
     quantize_grouped_dual_kernel,
     quantize_grouped_kernel,
 )
-from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, Target, native_e4m3
+from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch, resources
+from fp8fn.ops.triton.quantize_grouped import default_tile
+from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped as plan
+from support.compilers import assert_no_spills
 from support.gpu import nothing_waits
 from support.operands.groups import ends
 from support.operands.values import random
-from support.quantizers import plan_quantize_grouped, plan_quantize_grouped_dual
+from support.quantizers import plan_quantize_grouped, plan_quantize_grouped_dual, quantization
 
 E4M3 = torch.float8_e4m3fn
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -381,6 +384,19 @@ def test_compiles_without_spills(target: Target, shape: tuple[int, int]) -> None
     for launch in launches(target, torch.empty(shape, dtype=BF16, device="meta"), 1024):
         used = resources(launch.compile())
         assert (used.spills, used.scratch) == (0, 0), (launch.describe(), used)
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "dtype"), [(SM90, 4096, FP32), (SM90, 2**20, FP32), (SM120, 4096, FP32), (SM120, 2**20, BF16)],
+    ids=lambda value: getattr(value, "name", None),
+)  # fmt: skip
+def test_scales_of_whole_groups_spill_nothing(target: Target, rows: int, dtype: torch.dtype) -> None:
+    """The tile of 128 columns spilled 44 registers past 2**31 elements, and 14 of float32 on sm120."""
+    x, offsets = torch.empty(rows, 4096, dtype=dtype, device="meta"), torch.empty(8, dtype=torch.int32, device="meta")
+    q = quantization(x, (-1, 1), scale="e8m0", target=target, offsets=offsets)
+    assert default_tile(q).columns == (128 if (target, rows) == (SM90, 4096) else 64)
+    for launch in plan(q):
+        assert_no_spills(launch.resources(), target)
 
 
 def test_launches_and_their_grids_depend_on_shapes_alone() -> None:
