@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
 from fp8fn.ops.layout import BLOCKS, Block, contracts_rows, empty_data, empty_scale, swap, turned
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantization import empty_dual
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.reference.quantize import quantize
@@ -229,3 +230,19 @@ def test_wide_offsets_reach_elements_past_32_bits(block: Block | str, axis: int)
         expected_data, expected_scales = quantize(x, order, E4M3, "fp32")
         assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))
         assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_wide_offsets_of_parts_reach_elements_past_32_bits(axis: int) -> None:
+    """The third matrix, or the third element of a column, lies more than 2**31 elements away."""
+    x, block = random(3, 3, 3), (-1, 1)
+    strides = tuple(FAR if a == axis else stride for a, stride in enumerate(x.stride()))
+    data, scales = far(torch.zeros(3, 3, 3, dtype=torch.uint8), strides).view(E4M3), empty_scale(x, block, "fp32")
+    launches = plan(quantization(far(x, strides), block, into=(Quantized(data, scales, block),)), in_parts=True)
+    assert len(launches) == 2
+    for launch in launches:
+        assert launch.constexprs["WIDE"] is True
+        launch.interpret()
+    expected_data, expected_scales = quantize(x, block, E4M3, "fp32")
+    assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
