@@ -234,7 +234,9 @@ def _axes(ax: Axes | None, size: tuple[float, float]) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as missing:
-        raise ImportError("fp8fn.plot needs matplotlib: pip install 'fp8fn[notebooks]'") from missing
+        from fp8fn.extras import installed_by
+
+        raise ImportError(f"fp8fn.plot needs matplotlib: {installed_by('notebooks')}") from missing
     return plt.subplots(figsize=size, layout="constrained")[1]
 
 

@@ -21,6 +21,7 @@ from fp8fn.demo.presets import MODELS, PRESETS, default_size
 from fp8fn.demo.report import conclusion, left_alone, plot, table, verdict
 from fp8fn.demo.results import results
 from fp8fn.demo.train import Plan
+from fp8fn.extras import installed_by
 from fp8fn.ops.recipe import BACKEND_DEFAULT, parse_recipe
 from fp8fn.ops.recipe import PRESETS as RECIPES
 from fp8fn.ops.targets import check_supported, target_of
@@ -87,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 def missing_packages() -> str | None:
     """How to install the packages that the demo needs beyond fp8fn's own, or None."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    return f"{', '.join(missing)} not installed: pip install 'fp8fn[demo]'" if missing else None
+    return f"{', '.join(missing)} not installed: {installed_by('demo')}" if missing else None
 
 
 def _parser() -> argparse.ArgumentParser:

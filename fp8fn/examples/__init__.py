@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from fp8fn.extras import installed_by
+
 # The packages that a program imports beside PyTorch; the extra `examples` has them.
 PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "ep_transformers": ("transformers",),
@@ -28,7 +30,7 @@ def why_not(command: Sequence[str], environment: Mapping[str, str]) -> str | Non
     if package != __name__:
         return None
     if missing := [each for each in PACKAGES.get(name, ()) if importlib.util.find_spec(each) is None]:
-        return f"{package}.{name}: {', '.join(missing)} not installed: pip install 'fp8fn[examples]'"
+        return f"{package}.{name}: {', '.join(missing)} not installed: {installed_by('examples')}"
     if name in SEVERAL and "RANK" not in environment and not {"-h", "--help"} & {*command[place:]}:
         return f"{package}.{name} runs in several processes: torchrun --nproc-per-node 2 -m {package}.{name}"
     return None

@@ -84,6 +84,7 @@ def test_what_a_program_lacks(
     command: str, environment: dict[str, str], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fp8fn.examples, "installed_by", "pip install 'fp8fn[{}]'".format)
     assert why_not(command.split(), environment) == reason
 
 
