@@ -12,6 +12,7 @@ import torch
 
 import fp8fn
 from fp8fn.bench import record
+from fp8fn.bench.plot import format_fault
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name, missing_for_inductor
 from fp8fn.demo.compare import build, compare, in_fp8
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     )
     if problem:
         parser.exit(2, f"{parser.prog}: {problem}\n")
+    if fault := format_fault(arguments.plot):
+        parser.error(f"--plot {fault}")
 
     preset = presets[size]
     plan = Plan(
@@ -146,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         type=options.output_file,
         default=Path("fp8fn-demo.png"),
         metavar="PATH",
-        help="PNG to write (default: %(default)s)",
+        help="picture to write, in the format of its ending or in PNG (default: %(default)s)",
     )
     parser.add_argument(
         "--json", type=options.output_file, metavar="PATH", help="write the figures and the environment to PATH"

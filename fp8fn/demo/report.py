@@ -151,7 +151,7 @@ def plot(pairs: Sequence[Pair], path: Path, deviation: float = 0.0) -> None:
     differences.set_xlabel("step")
     differences.legend(fontsize="small")
     differences.grid(alpha=0.3)
-    figure.savefig(path, format="png")
+    figure.savefig(path, format=Path(path).suffix[1:].lower() or "png")
 
 
 def _difference(pairs: Sequence[Pair]) -> str:

@@ -377,12 +377,12 @@ def test_statistics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_plot_is_a_png_with_each_pair(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_has_each_pair(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[float]] = []
     draw = Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda axes, x, y, **style: drawn.append(list(y)) or draw(axes, x, y, **style))
-    plot(pairs_of((1.0, 1.01), (2.0, 1.96), (3.0, 3.0))[:count], tmp_path / "curves.any")
-    assert (tmp_path / "curves.any").read_bytes().startswith(b"\x89PNG")
+    plot(pairs_of((1.0, 1.01), (2.0, 1.96), (3.0, 3.0))[:count], tmp_path / "curves")
+    assert (tmp_path / "curves").read_bytes().startswith(b"\x89PNG")
     expected = {
         1: [[1.0], [1.01], [4.0, 1.0], [4.0, 1.01], [0.0, 1.0]],
         3: [
@@ -394,6 +394,23 @@ def test_plot_is_a_png_with_each_pair(count: int, tmp_path: Path, monkeypatch: p
         ],
     }[count]
     assert drawn == [pytest.approx(line) for line in expected]
+
+
+def test_plot_has_the_format_of_its_ending(tmp_path: Path) -> None:
+    for name, start in (("curves.PNG", b"\x89PNG"), ("curves.svg", b"<?xml"), ("curves.pdf", b"%PDF")):
+        plot(pairs_of((1.0, 1.01)), tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_plot_of_no_format_is_an_error_before_any_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "compare", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--device", "cpu", "--plot", str(tmp_path / "curves.docx")])
+    assert stop.value.code == 2
+    assert f"error: --plot {tmp_path / 'curves.docx'}: no format 'docx'; use " in capsys.readouterr().err
+    assert not (tmp_path / "curves.docx").exists()
 
 
 def test_bytes_saved_counts_each_storage_once_and_no_parameter() -> None:
