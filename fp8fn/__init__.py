@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from fp8fn.cli import needs_torch
+from fp8fn.cli import needs_torch, watch_import
 from fp8fn.version import __version__
 
 if needs_torch():  # False where the command line prints only its help or version
+    watch_import()
     try:
         import fp8fn.meta.declarations  # noqa: F401  registers the ops
     except ModuleNotFoundError as missing:

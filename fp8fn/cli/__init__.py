@@ -10,6 +10,7 @@ import select
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Final, NamedTuple
 
 from fp8fn.cli.kept_help import Help, parser_of_kept
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             return READER_LEFT
         except KeyboardInterrupt:
-            print(f"\n{program}: interrupted; {found.interrupted}", file=sys.stderr)
+            _say_interrupted(program, found)
             return INTERRUPTED
     parser = _parser(found, program)
     if not rest:
@@ -152,13 +153,38 @@ def needs_torch() -> bool:
 
     `import torch` takes seconds, and `--help`, `--version` and the error for an unknown command do without it.
     """
+    found, _, rest = _find(sys.argv[1:])
+    return not _is_command_line() or (isinstance(found, Command) and not _asks_for_help(rest))
+
+
+def watch_import() -> None:
+    """Lets the command line say what Ctrl-C means while PyTorch is imported, before `main` is called.
+
+    Python then ends the process by SIGINT, which a shell reports as status 130.
+    """
+    found, names, _ = _find(sys.argv[1:])
+    if not _is_command_line() or not isinstance(found, Command):
+        return
+
+    def said(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            _say_interrupted(" ".join(("python -m fp8fn", *names)), found)
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = said
+
+
+def _is_command_line() -> bool:
+    """Whether this process is `python -m fp8fn` or the script `fp8fn`."""
     program = sys.argv[0] if sys.argv else ""
     if program == "-m":  # runpy's placeholder while it imports the package; `python -m other.module` has it as well
-        ours = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])][-2:] == ["-m", "fp8fn"]
-    else:
-        ours = os.path.basename(program) == "fp8fn"
-    found, _, rest = _find(sys.argv[1:])
-    return not ours or (isinstance(found, Command) and not _asks_for_help(rest))
+        return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])][-2:] == ["-m", "fp8fn"]
+    return os.path.basename(program) == "fp8fn"
+
+
+def _say_interrupted(program: str, command: Command) -> None:
+    print(f"\n{program}: interrupted; {command.interrupted}", file=sys.stderr)
 
 
 def _asks_for_help(rest: Sequence[str]) -> bool:

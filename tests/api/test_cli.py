@@ -6,8 +6,10 @@ import argparse
 import ast
 import functools
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import textwrap
@@ -191,6 +193,28 @@ def test_help_and_version_do_not_import_torch(argv: tuple[str, ...], tmp_path: P
         assert "fp8fn.cli" in imported
         assert imported & {"torch", "triton", "fp8fn.matmul"} == set()
         assert process.returncode == (0 if argv and argv[-1].startswith("-") else 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("demo", "--steps", "3"), "python -m fp8fn demo: interrupted; nothing more is written"),
+        (("convert", "a", "b"), "python -m fp8fn convert: interrupted; run the same command again to resume"),
+    ],
+)
+def test_ctrl_c_while_torch_is_imported_is_a_sentence(argv: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    script, stub = tmp_path / "fp8fn", tmp_path / "stub"
+    script.write_text(SCRIPT, encoding="utf-8")
+    stub.mkdir()
+    (stub / "torch.py").write_text("raise KeyboardInterrupt\n", encoding="utf-8")
+    path = os.pathsep.join((str(stub), str(Path(fp8fn.__file__).parents[1])))
+    for program in (("-m", "fp8fn"), (str(script),), ("-c", "import fp8fn")):
+        command = [sys.executable, *program, *argv]
+        environment = {**os.environ, "PYTHONPATH": path}
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert process.returncode == -signal.SIGINT
+        assert (process.stderr == f"\n{said}\n") == (program[0] != "-c"), process.stderr
+        assert process.stderr.rstrip().endswith(said if program[0] != "-c" else "KeyboardInterrupt")
 
 
 @pytest.mark.parametrize(
