@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -336,6 +337,29 @@ def imported_after_torch(statement: str) -> tuple[str, ...]:
     code = f"import sys, torch; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return tuple(process.stdout.split())
+
+
+def test_a_checkout_without_symlinks_says_what_to_do(tmp_path: Path) -> None:
+    """Git writes files with the links' targets where it makes no links, as under Windows."""
+    links = ("ops", "meta", "lowering")
+    left = shutil.ignore_patterns("__pycache__", *links)
+    shutil.copytree(Path(fp8fn.__file__).parent, tmp_path / "fp8fn", ignore=left)
+    for name in links:
+        (tmp_path / "fp8fn" / name).write_text(f"../{name}", encoding="utf-8")
+    imported, version = (
+        subprocess.run(
+            [sys.executable, *call], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True, text=True, check=False,
+        )
+        for call in (("-c", "import fp8fn"), ("-m", "fp8fn", "--version"))
+    )  # fmt: skip
+    assert imported.returncode == 1
+    assert imported.stderr.splitlines()[-1] == (
+        "ImportError: fp8fn/meta, fp8fn/ops and fp8fn/lowering are symbolic links to folders, and files in this "
+        "checkout: clone it with git clone -c core.symlinks=true (under Windows in developer mode), or install the "
+        "wheel"
+    )
+    assert (version.returncode, version.stdout) == (0, f"fp8fn {__version__}\n")
 
 
 def test_importing_fp8fn_brings_no_compiler() -> None:
