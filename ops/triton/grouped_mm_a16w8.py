@@ -94,6 +94,4 @@ def configure(product: WeightProduct) -> A16W8Config:
     """The configuration for the mean number of rows in a group, and the columns of all experts that may have rows."""
     groups, target, aligned = product.group_ends.shape[0], product.target, is_aligned(product)
     rows, columns = ceil_div(product.m, groups), product.n * min(groups, product.m)
-    if target.arch == 90 and aligned:
-        rows = max(rows, 32)  # H200: 0.81 to 0.96 of the time of tiles of 16 rows where experts' rows follow Zipf
     return choose_config(rows, columns, product.w.block, product.x.dtype, target, aligned=aligned)

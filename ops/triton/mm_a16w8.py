@@ -9,6 +9,7 @@ quantized by channels, the weight itself is multiplied, and rounded to the type 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -22,6 +23,9 @@ from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile, tile_scales
 from fp8fn.ops.triton.views import batch_stride, batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import MM_A16W8
+
+if TYPE_CHECKING:
+    from fp8fn.ops.tuning.weight import WeightProblem
 
 
 @dataclass(frozen=True)
@@ -253,7 +257,7 @@ def configure(product: WeightProduct) -> A16W8Config:
     return choose_config(product.m, columns, product.w.block, product.x.dtype, product.target, aligned=aligned)
 
 
-def is_aligned(product: WeightProduct) -> bool:
+def is_aligned(product: WeightProduct | WeightProblem) -> bool:
     """Whether the lines of a contiguous `x` and weight are multiples of 16, so that no load is of single bytes."""
     return product.k % 16 == 0 and product.n % 16 == 0
 
@@ -280,11 +284,11 @@ def choose_config(
             return A16W8Config(bm, bn, depth, 4, 2, options=options)
         if not aligned:
             depth = min(depth, 64)  # 128 deep spills 12 to 130 registers on sm90
-        elif target.arch == 90 and bm == 64:
-            # H200: 0.64 to 0.88 of the time of 8 warps. Lines that are not aligned spill 2 to 58 registers.
-            return A16W8Config(bm, 64, min(depth, 64), 4, 4)
-        elif target.arch == 90 and bm == 16:
-            return A16W8Config(bm, 64, depth, 4, 3) if bn == 64 else A16W8Config(bm, 32, depth, 2, 4)
+        elif target.arch == 90:  # by what was timed on an H200; lines that are not aligned spill 2 to 58 registers
+            if bm == 16 and bn == 32:
+                return A16W8Config(bm, bn, depth, 2, 4)
+            narrow = bm == 32 and 2 * ceil_div(n, 64) < target.cores
+            return A16W8Config(bm, 32 if narrow else 64, depth, 4, 3)
         if bm == 64:
             return A16W8Config(bm, bn, min(depth, 64), 8, 4)  # 4 warps spill 2 registers on sm100
         return A16W8Config(bm, bn, depth, 4, 3 if bm == 32 else 4)

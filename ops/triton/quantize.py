@@ -29,6 +29,8 @@ _BINDS: Final = {"scales": "scale"}
 _LONGEST_ROW: Final = 16384
 # Elements of a column-major matrix from which two launches of tiles are faster than one of whole rows (H200).
 _LEAST_IN_PARTS: Final = 2**24
+# Columns of such a matrix that one program takes at a time; rows of no more are read once.
+_TURNED_COLUMNS: Final = 256
 
 
 @dataclass(frozen=True)
@@ -233,8 +235,9 @@ def plan_quantize(
     if out.block == (WHOLE, WHOLE):
         return _plan_whole(batch, tile or _tile(batch))
     if out.block[1] == WHOLE:
-        many = tile is None and batch.x.numel() >= _LEAST_IN_PARTS if in_parts is None else in_parts
-        if many and is_column_major(batch.x) and amax is None:
+        if in_parts is None:
+            in_parts = tile is None and batch.x.numel() >= _LEAST_IN_PARTS and batch.x.shape[2] > _TURNED_COLUMNS
+        if in_parts and is_column_major(batch.x) and amax is None:
             return _plan_parts_of_rows(batch)
         return (_plan_rows(batch, tile or _row_tile(batch.x)),)
     return (_plan_blocks(batch, tile or _tile(batch)),)
@@ -250,7 +253,7 @@ def _tile(q: _Batch) -> BlockTile:
 def _row_tile(x: Tensor) -> BlockTile:
     if is_column_major(x):
         # 64 bytes of bfloat16 along the contiguous axis; more rows would leave too few programs.
-        return BlockTile(32, 256, 8)
+        return BlockTile(32, _TURNED_COLUMNS, 8)
     width = triton.next_power_of_2(x.shape[2])
     if width <= _LONGEST_ROW:
         rows = max(1, 4096 // width)

@@ -40,11 +40,10 @@ def candidates(problem: WeightProblem) -> Mapping[str, Sequence[Any]]:
 
 def _tiles(problem: WeightProblem) -> Sequence[Any]:
     """The default first, then narrower tiles, or deeper pipelines, of as many rows."""
-    from fp8fn.ops.triton.mm_a16w8 import choose_config
+    from fp8fn.ops.triton.mm_a16w8 import choose_config, is_aligned
 
     rows = (problem.m, *(rows for rows in (16, 32, 64, 128) if rows < 2 * problem.m))
-    aligned = problem.k % 16 == 0 and problem.n % 16 == 0
-    of = partial(choose_config, aligned=aligned)
+    of = partial(choose_config, aligned=is_aligned(problem))
     tiles = [of(m, problem.n, problem.block, problem.x_dtype, problem.target) for m in rows]
     few = [tile for tile in tiles if tile.BN <= 64]
     more = [replace(tile, BN=bn, num_stages=stages) for tile in few for bn in (32, 64) for stages in (2, 3)]

@@ -175,6 +175,12 @@ def test_rows_of_any_length_in_parts_spill_nothing(target: Target, shape: tuple[
         assert_no_spills(launch.resources(), target)
 
 
+def test_short_columns_are_read_once() -> None:
+    for rows, names in ((256, ["quantize_rows"]), (257, ["partial_amax_rows", "quantize_parts_of_rows"])):
+        x = torch.empty(rows, 2**17, dtype=torch.bfloat16, device="meta")
+        assert [launch.name for launch in plan(quantization(x, (-1, 1)))] == names
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 4)], ids=str)
 def test_an_empty_tensor_launches_nothing(shape: tuple[int, ...]) -> None:
     x = torch.empty(shape)
