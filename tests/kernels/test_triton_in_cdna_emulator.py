@@ -119,11 +119,12 @@ def hard_values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def check_quantize(
-    x: Tensor, block: Block, scale: str, target: Target, dtype: torch.dtype | None = None, tile: BlockTile | None = None
-) -> None:
+    x: Tensor, block: Block, scale: str, target: Target, dtype: torch.dtype | None = None,
+    tile: BlockTile | None = None, in_parts: bool | None = None,
+) -> None:  # fmt: skip
     dtype = dtype or native_e4m3(target)
     data, scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
-    run(plan_quantize(x, data, scales, block, scale, target, tile), [x])
+    run(plan_quantize(x, data, scales, block, scale, target, tile, in_parts), [x])
     for actual, expected in zip((data, scales), reference.quantize(x, block, dtype, scale), strict=True):
         assert_same_bits(actual, expected)
 
@@ -142,6 +143,12 @@ def test_quantize_wider_types(block: Block, dtype: torch.dtype, target: Target) 
     """A column-major matrix is quantized to e5m2."""
     x = hard_values(144, 37, dtype).mT
     check_quantize(x, block, "fp32", target, fp8_dtypes(target)[1])
+
+
+@BY_TARGET
+@pytest.mark.parametrize("scale", SCALE_FORMATS)
+def test_quantize_columns_in_parts(scale: str, target: Target) -> None:
+    check_quantize(hard_values(1030, 72, BF16), (-1, 1), scale, target, in_parts=True)
 
 
 OTHER_TILES: Final[tuple[tuple[Block, BlockTile], ...]] = (

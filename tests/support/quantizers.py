@@ -61,13 +61,15 @@ def silu_mul_grad_of_groups(grad: Tensor, hidden: Tensor, offsets: Tensor, block
 
 
 def plan_quantize(
-    x: Tensor, data: Tensor, scales: Tensor, block: Block, scale: str, target: Target, tile: Any = None
-) -> tuple[TritonLaunch, ...]:
+    x: Tensor, data: Tensor, scales: Tensor, block: Block, scale: str, target: Target, tile: Any = None,
+    in_parts: bool | None = None,
+) -> tuple[TritonLaunch, ...]:  # fmt: skip
     """Triton's launches that fill `data` and `scales`."""
     from fp8fn.ops.triton.quantize import plan_quantize as plan
 
     into = (Quantized(data, scales, block),)
-    return plan(quantization(x, block, dtype=data.dtype, scale=scale, target=target, into=into), tile)
+    q = quantization(x, block, dtype=data.dtype, scale=scale, target=target, into=into)
+    return plan(q, tile, in_parts=in_parts)
 
 
 def plan_quantize_dual(
