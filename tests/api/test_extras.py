@@ -1,4 +1,4 @@
-"""What is said about an extra that is missing can be typed as it stands."""
+"""Messages about a missing extra have a command that can be typed as it stands."""
 
 from __future__ import annotations
 
