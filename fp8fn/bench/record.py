@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,7 @@ def environment() -> dict[str, str]:
 
 
 def make(benchmark: str, results: Any) -> dict[str, Any]:
-    """`results` with their provenance, as `read` returns it."""
+    """`results` with their provenance, this machine today, as `read` returns it."""
     return {
         "benchmark": benchmark,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -31,8 +32,13 @@ def make(benchmark: str, results: Any) -> dict[str, Any]:
 
 
 def write(path: str | Path, benchmark: str, results: Any) -> None:
-    """Write `results` with their provenance as JSON. A run that ends meanwhile leaves the file as it was."""
-    content = (json.dumps(make(benchmark, results), indent=1) + "\n").encode()
+    """Write `results` with their provenance as `write_document` does."""
+    write_document(path, make(benchmark, results))
+
+
+def write_document(path: str | Path, document: Mapping[str, Any]) -> None:
+    """Write what `make` returns as JSON. A run that ends meanwhile leaves the file as it was."""
+    content = (json.dumps(document, indent=1) + "\n").encode()
     file = Path(path).resolve()  # a link stays one
     if file.exists() and not file.is_file():  # such as /dev/stdout
         file.write_bytes(content)

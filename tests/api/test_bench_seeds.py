@@ -388,7 +388,10 @@ def test_an_interrupted_run_goes_on(clock: list[str], tmp_path: Path, capsys: py
 
 
 def test_runs_of_other_machines_are_added(clock: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shapes of the same machine and commit are added, and those of the other file are kept."""
+    """Shapes of the same machine and commit are added, and those of the other file are kept.
+
+    The file says the machine and day of the newest run, not those of the addition.
+    """
     first, second, third = (tmp_path / f"{name}.json" for name in ("first", "second", "third"))
     run(first, "--seed", "001")
     run(second, "--seed", "002")
@@ -398,11 +401,18 @@ def test_runs_of_other_machines_are_added(clock: list[str], tmp_path: Path, caps
         row["rows"][0]["us"] = 7.0
     second.write_text(json.dumps(other))
     cli.main(["bench", "seeds", "--device", "cpu", "--commit", "two", "--seed", "003", "--json", str(third)])
+    latest = record.read(third)
+    latest["results"]["runs"][0].update(
+        date="2099-12-31", environment={"cuda:0 device": "their GPU", "torch": "9", "triton": "9"}
+    )
+    third.write_text(json.dumps(latest))
     capsys.readouterr()
     file = tmp_path / "all.md"
     added = [f for path in (second, third) for f in ("--add", str(path))]
     assert cli.main(["bench", "seeds", "--json", str(first), "--report", str(file), *added]) == 0
-    one, two = record.read(first)["results"]["runs"]
+    document = record.read(first)
+    assert (document["date"], document["environment"]["cuda:0 device"]) == ("2099-12-31", "their GPU")
+    one, two = document["results"]["runs"]
     assert (one["commit"], two["commit"]) == ("one", "two")
     assert {row["variant"] for row in one["rows"]} == {unit.label for unit in units(["001", "002"])}
     again = {row["variant"] for row in other["results"]["runs"][0]["rows"]}

@@ -125,6 +125,7 @@ def merge(path: Path, others: Sequence[Path], benchmark: str) -> list[dict[str, 
     """Add the runs of other files to a file, and return all of it.
 
     Two runs of one machine, commit and setting become one; of a variant that both have, the other file's row is kept.
+    The file's date and environment become those of its newest run: nothing was measured where this is called.
     Raises ValueError, before anything is written, for a file that the benchmark did not write.
     """
     found = _former(path, benchmark)
@@ -135,7 +136,11 @@ def merge(path: Path, others: Sequence[Path], benchmark: str) -> list[dict[str, 
             continue
         rows = {row["variant"]: row for row in (*same[0]["rows"], *run["rows"])}
         same[0].update({**run, "rows": list(rows.values())})
-    record.write(path, benchmark, {"runs": found})
+    newest = max(reversed(found), key=lambda run: run["date"], default=None)
+    document = record.make(benchmark, {"runs": found})
+    if newest is not None:
+        document.update(date=newest["date"], environment=newest["environment"])
+    record.write_document(path, document)
     return found
 
 
