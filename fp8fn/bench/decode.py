@@ -3,7 +3,8 @@
 Suites:
 - "decode": 1, 4 and 16 rows by the weights of an MLP and of attention's projections.
 - "rows": 32, 64 and 128 rows, one of each sequence, by larger weights too.
-- "batched": a batch of products, each with its own weight.
+- "batched": a batch of products, each with its own weight; also by the kernel
+  in Triton, which serves where ours in CUDA C++ do not.
 - "mx": both operands in MX-FP8, also beside Triton's `tl.dot_scaled`.
 - "mx_moe": tokens by the MX-FP8 weights of their experts.
 
@@ -36,6 +37,8 @@ from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case, Row
 from fp8fn.bench.shapes import BATCH_DECODE, BATCHED, DECODE, MX_DECODE, MX_MOE
 from fp8fn.ops.cuda.runtime import graph_capture
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import target_of
 from fp8fn.timing import Call, Schedule
 
@@ -51,6 +54,7 @@ BATCHES: Final = 8
 _LARGE: Final = 2**36  # B * M * N * K from which one batch of weights is larger than the L2
 _SAMPLES: Final = 256
 BEHIND_OTHERS: Final = ", behind others"
+BY_TRITON: Final = ", by Triton"
 COPY: Final = "copy of as much"
 T = TypeVar("T")
 # A call takes some hundred microseconds, and there are a hundred shapes: turns are shorter than for large products.
@@ -60,6 +64,17 @@ SCHEDULE: Final = Schedule(rounds=3, burst_ms=10.0, warm_s=0.2, flush="reads")
 def behind_others(x: Any, w: Any) -> Tensor:
     graph_capture.forget()
     return fp8fn.gemm(x, w)
+
+
+def by_triton(x: Tensor, w: ScaledTensor) -> Tensor:
+    """The product by the kernel in Triton, also where one in CUDA C++ serves."""
+    from fp8fn.ops.triton.mm_a16w8 import configure, plan_mm_a16w8
+
+    out = x.new_empty(*x.shape[:-1], w.shape[-1])
+    product = WeightProduct(x=x, w=Quantized(w.data, w.scale, w.block), out=out, target=target_of(x.device))
+    for launch in plan_mm_a16w8(product, configure(product)):
+        launch.run()
+    return out
 
 
 class Weights:
@@ -147,6 +162,11 @@ def cases(weights: Weights) -> list[Case]:
 
         name = "dequantize, then bf16"
         found.append(weights.case("torch", name, 1, lambda: weights.round(dequantized, weights.quantized), operations))
+        if weights.device.type == "cuda":  # Triton does not compile for a CPU
+            name = f"w in 128x128{BY_TRITON}"
+            found.append(
+                weights.case("fp8fn", name, 1, lambda: weights.round(by_triton, weights.quantized), operations)
+            )
     return found
 
 
@@ -328,7 +348,7 @@ def table(run: dict[str, Any]) -> str:
     labels = list(dict.fromkeys(row.label for row in rows))
     mine = next(label for label in labels if label.startswith("fp8fn "))
     others = [label for label in labels if label in ("torch bf16", "triton dot_scaled")]
-    behind = next((label for label in labels if label.endswith(BEHIND_OTHERS)), None)
+    ways = [label for label in labels if label.endswith((BEHIND_OTHERS, BY_TRITON))]
     of_call = run["results"].get("suite") == "mx_moe"
     lines = []
     for shape in dict.fromkeys(row.shape for row in rows):
@@ -342,14 +362,13 @@ def table(run: dict[str, Any]) -> str:
             rate = f"{tables.rate((row.operations or row.bytes) / (row.graph_us or row.us or 1.0) / 1e6)} {row.unit}"
         cells = ["n/a" if (time := times.get(label)) is None else f"{time:.1f}" for label in labels]
         faster = ["" if not ours or (time := times.get(label)) is None else f"{time / ours:.2f}x" for label in others]
-        if behind:
-            time, bf16 = times.get(behind), times.get("torch bf16")
+        for way in ways:
+            time, bf16 = times.get(way), times.get("torch bf16")
             faster.append(f"{bf16 / time:.2f}x" if time and bf16 else "")
         least = worst(value for row in found.values() for value in row.snr_db.values())
         lines.append([",".join(map(str, shape)), *cells, rate, *faster, "" if least is None else f"{least:.1f}"])
     over = [f"speedup over {label.split(maxsplit=1)[1]}" for label in others]
-    if behind:
-        over.append("behind others, speedup over bf16")
+    over += [f"{way.rsplit(', ', 1)[1]}, speedup over bf16" for way in ways]
     headers = ("shape", *(f"{label}, µs" for label in labels), "fp8fn", *over, "worst SNR, dB")
     return "\n".join([tables.markdown(lines, headers), "", tables.provenance(run)])
 

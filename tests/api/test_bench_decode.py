@@ -118,3 +118,22 @@ def test_the_summary_of_whole_and_divided_weights() -> None:
         ["1", "2 whole", "1.00x (0.50x)", "29 % (24 %)", "", "2.00x (1.00x)", "58 % (47 %)", ""],
         ["1", "1 divided", "0.25x (0.25x)", "7 % (7 %)", "25 % (25 %)", "0.50x (0.50x)", "15 % (15 %)", "50 % (50 %)"],
     ]
+
+
+def test_a_product_by_triton_is_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("fp8fn.ops.triton.launch").TritonLaunch
+    monkeypatch.setattr(launch, "run", launch.interpret)
+    monkeypatch.setattr(decode, "target_of", lambda _: SM90)
+    weights = decode.Weights(2, (3, 96, 128), 1, torch.device("cpu"))
+    assert weights.snr_db(decode.by_triton(weights.x, weights.quantized[0])) > 25
+
+
+def test_a_table_has_the_speedup_by_triton() -> None:
+    run = record.committed("decode_batched")
+    row = next(row for row in run["results"]["rows"] if row["case"] == "w in 128x128")
+    run["results"]["rows"].append(row | {"case": "w in 128x128, by Triton", "graph_us": 4 * row["graph_us"]})
+    head, _, first, second, *_ = (line.split("|") for line in decode.table(run).splitlines())
+    at = [cell.strip() for cell in head].index("by Triton, speedup over bf16")
+    speedup = [cell.strip() for cell in head].index("speedup over bf16")
+    assert float(first[at].strip(" x")) == pytest.approx(float(first[speedup].strip(" x")) / 4, abs=0.01)
+    assert second[at].strip() == ""
