@@ -47,6 +47,11 @@ class TritonLaunch(Launch):
     def name(self) -> str:
         return str(self.kernel.__name__)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it may begin before the launch ahead of it has ended; its kernel then waits by `overlap.wait`."""
+        return bool(self.constexprs.get("OVERLAPS"))
+
     def describe(self) -> str:
         """One line: kernel, constexprs that make the tile, grid, options, target."""
         tile = {name: value for name, value in self.constexprs.items() if name in ("BM", "BN", "BK")}
@@ -71,7 +76,8 @@ class TritonLaunch(Launch):
         """Execute on CPU tensors by Triton's interpreter, with the casts and products of the hardware."""
         from fp8fn.ops.triton.interpreter import interpret
 
-        interpret(self.kernel, self.grid, {**self.args, **self.constexprs})
+        alone = {"OVERLAPS": False} if self.overlaps else {}
+        interpret(self.kernel, self.grid, {**self.args, **self.constexprs, **alone})
 
     def compile(self, target: Target | GPUTarget | None = None) -> CompiledKernel:
         """Compile without a device, as the JIT would for these arguments; `.asm` of the result has every stage.
@@ -218,7 +224,7 @@ class TritonCall:
         tensors = (*inputs, *made)
         for step in self.steps:
             step.start(tensors, device)
-        if graph_capture.capturing():  # each launch begins when all before it has ended
+        if graph_capture.capturing():  # the launch after each begins when all before this one has ended
             graph_capture.launched(device, frozenset(), made)
         return made[: self.returned]
 

@@ -15,10 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch
+from fp8fn.ops.triton.overlap import overlapping, overlaps, wait
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile, tile_scales
 from fp8fn.ops.triton.views import batch_stride, batched, ceil_div, is_wide
@@ -47,9 +49,10 @@ def mm_a16w8(
     s_b, s_k, s_n, bias_b, bias_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, S_K: tl.constexpr, S_N: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, TRANS_STORE: tl.constexpr,
-    BY_FLOAT32: tl.constexpr,
+    BY_FLOAT32: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One `BM x BN` tile of one matrix of the batch; a scale holds for `S_K x S_N` elements of `w`."""
+    wait(OVERLAPS)
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     batch = tl.program_id(0) // (tiles_m * tiles_n)
@@ -90,8 +93,17 @@ def weight_tile(
     ON_WEIGHT: tl.constexpr = kind == tl.float32
     VECTOR: tl.constexpr = S_N != -1 and S_N % BN != 0
 
+    # A number is loaded one tile ahead, so that no product waits for it; a vector would take registers that some lack.
+    AHEAD: tl.constexpr = S_K > 1 and not VECTOR
+    if AHEAD:
+        scale = tile_scales(w_scale, start_n, offset_n, N, s_n, S_N, BN, EVEN_N)
+
     acc = tl.zeros((BN, BM), tl.float32)
-    for k in range(tl.cdiv(K, BK)):
+    steps = tl.cdiv(K, BK)
+    for k in range(steps):
+        if AHEAD:
+            k_scale = w_scale + tl.cast(tl.minimum(k + 1, steps - 1) * BK // S_K, tl.int64) * s_k
+            next_scale = tile_scales(k_scale, start_n, offset_n, N, s_n, S_N, BN, EVEN_N)
         if EVEN_K and EVEN_M:
             x_tile = tl.load(x_pointers)
         elif EVEN_K:
@@ -114,17 +126,17 @@ def weight_tile(
                 scaled = (w_tile.to(tl.float32) * scale).to(kind)
                 acc = tl.dot(scaled, x_tile, acc, input_precision="ieee")
         elif ON_WEIGHT or S_K != -1:
-            if S_K == -1:
-                k_scale = w_scale
-            else:
-                k_scale = w_scale + tl.cast(k * BK // S_K, tl.int64) * s_k
-            scale = _column(tile_scales(k_scale, start_n, offset_n, N, s_n, S_N, BN, EVEN_N), VECTOR)
+            if not AHEAD:
+                k_scale = w_scale + (0 if S_K == -1 else tl.cast(k * BK // S_K, tl.int64) * s_k)
+                scale = _column(tile_scales(k_scale, start_n, offset_n, N, s_n, S_N, BN, EVEN_N), VECTOR)
             if ON_WEIGHT:
                 acc = tl.dot(w_tile.to(kind) * scale, x_tile, acc, input_precision="ieee")
             else:
                 acc += tl.dot(_in_16_bits(w_tile, kind, BY_FLOAT32), x_tile) * scale
         else:
             acc = tl.dot(_in_16_bits(w_tile, kind, BY_FLOAT32), x_tile, acc)
+        if AHEAD:
+            scale = next_scale
         x_pointers += x_step
         w_pointers += w_step
 
@@ -238,9 +250,12 @@ def plan_mm_a16w8(product: WeightProduct, config: A16W8Config) -> tuple[TritonLa
                 "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "S_K": w_block[0], "S_N": w_block[1],
                 "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
                 "WIDE": is_wide(x, w, out, w_scale), "TRANS_STORE": target.backend == "hip",
-                "BY_FLOAT32": by_float32(target),
+                "BY_FLOAT32": by_float32(target), "OVERLAPS": overlaps(target),
             },
-            options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
+            options={
+                "num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options),
+                **overlapping(target),
+            },
             target=target,
         ),
     )  # fmt: skip
@@ -273,7 +288,7 @@ def choose_config(
     """The default configuration; none of them spills (tests/kernels/mm_a16w8/test_op.py).
 
     Up to 64 rows the weight's bytes decide: deep tiles, and narrow ones where wide ones would leave cores idle. Beyond,
-    the products do, and the conversion: the more rows share a converted tile, the less of it.
+    the products do, and the conversion: the more rows share a converted tile, the less of it, until cores are idle.
     """
     options = MM_A16W8.get(str(target.arch), ())
     per_element = w_block[0] == 1
@@ -282,6 +297,11 @@ def choose_config(
     if dtype == torch.float32:
         few, many = A16W8Config(16, 64, 32, 4, 2, options=options), A16W8Config(64, 64, 32, 8, 3, options=options)
         return few if m <= 16 else many
+    if target.arch == 90 and not per_element and aligned and m > 32:
+        # 1.19x as fast as 128 columns by 8 warps, over nine shapes; 32 and 64 rows for few tiles 1.2x to 1.4x (H200).
+        rows = ceil_power_of_two(m)  # of as many as tuning's key has
+        tall = [bm for bm in (128, 64) if bm <= rows and rows // bm * ceil_div(n, 64) >= 0.9 * target.cores]
+        return A16W8Config(tall[0] if tall else 32, 64, depth, 4, 3)
     if m <= 64:
         bm = 16 if m <= 16 else 32 if m <= 32 else 64
         bn = 64 if ceil_div(n, 64) >= target.cores else 32
@@ -299,8 +319,6 @@ def choose_config(
         return A16W8Config(bm, bn, depth, 4, 3 if bm == 32 else 4)
     if target.backend == "hip":
         return A16W8Config(128, 128, min(depth, 64), 4, 2, options=options)
-    if target.arch == 90 and not per_element and aligned:
-        return A16W8Config(128, 64, depth, 4, 3)  # 1.19x as fast as 128 columns by 8 warps, over nine shapes (H200)
     if per_element and target.arch not in (90, 100, 103):
         return A16W8Config(128, 128, 32, 8, 3)  # 64 deep spills 4 to 6 registers on sm89 and sm120
     # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 98 registers spill.

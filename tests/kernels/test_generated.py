@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.hip import build
-from fp8fn.ops.targets import GFX950, SM90, SM100, Target
+from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target
 from fp8fn.ops.triton import views
 from fp8fn.ops.triton.launch import TritonLaunch
 from support.accuracy import differing
@@ -220,6 +220,42 @@ def test_no_form_in_triton_spills(info: KernelInfo) -> None:
     form = next(info.few(META, target))
     for launch in form.launches:
         assert_no_spills(launch.resources(), target)
+
+
+@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
+@pytest.mark.parametrize("file", ["mm_a16w8.py", "grouped_mm_a16w8.py"])
+def test_a_kernel_in_triton_that_overlaps_waits_before_it_reads_or_writes(
+    file: str, target: Target, tmp_path: Path
+) -> None:
+    (info,) = (info for info in TRITON if info.file == file)
+    for form in info.few(META, target):
+        for launch in form.launches:
+            assert isinstance(launch, TritonLaunch)
+            assert launch.overlaps
+            assert launch.compile().metadata.launch_pdl
+            sass = [text for _, text in instructions(launch.compile().asm["cubin"], tmp_path)]
+            (waits,) = (i for i, text in enumerate(sass) if "ACQBULK" in text)
+            (starts,) = (i for i, text in enumerate(sass) if "PREEXIT" in text)
+            touching = [
+                i for i, text in enumerate(sass) if re.search(r"\b(LDG?\.E|LDGSTS|STG?\.E|UTMA|RED|ATOMG?)\b", text)
+            ]
+            assert waits < starts < min(touching), form.name
+
+
+def test_which_kernels_in_triton_overlap() -> None:
+    """Where the GPU can: from Hopper on."""
+
+    def overlapping(target: Target | None) -> set[str]:
+        return {
+            info.file
+            for info in TRITON
+            for form in info.few(META, target or target_of(info))
+            for launch in form.launches
+            if isinstance(launch, TritonLaunch) and launch.overlaps and launch.options["launch_pdl"]
+        }
+
+    assert overlapping(None) == {"mm_a16w8.py", "grouped_mm_a16w8.py"}
+    assert overlapping(SM89) == overlapping(GFX942) == set()
 
 
 @pytest.mark.gpu

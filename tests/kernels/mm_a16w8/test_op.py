@@ -387,6 +387,47 @@ def test_on_the_device(block: Block, dtype: torch.dtype, contiguous: str) -> Non
             assert_near(op(found, w.mT.data, w.mT.scale, w.mT.block, None, FP32), found, w.mT)
 
 
+@pytest.mark.gpu
+def test_products_by_triton_in_turn_wait_for_each_other(hopper: Target) -> None:
+    """Each launch may begin before the one ahead has ended, whose output it reads, and which reads what it writes.
+
+    Kernels of PyTorch, which do not wait themselves, stand among them.
+    """
+    size = 512
+    w, outs = (
+        weight(size, size, (128, 128), device="cuda"),
+        [torch.empty(size, size, dtype=BF16, device="cuda") for _ in range(3)],
+    )
+    launches = []
+    for turn in range(12):
+        for rows in (1, 33, size):
+            x, out = (outs[(turn + side) % 3][:rows] for side in (0, 1))
+            product = weight_product(x, w, out, hopper)
+            launches += plan_mm_a16w8(product, configure(product))
+    assert all(launch.overlaps for launch in launches)
+    first = torch.randn(size, size, device="cuda").bfloat16()
+
+    def run(after: Callable[[], object] = lambda: None) -> None:
+        outs[0].copy_(first)
+        for place, launch in enumerate(launches):
+            launch.run()
+            after()
+            if place % 5 == 0:
+                outs[1].mul_(0.5)
+
+    run(torch.cuda.synchronize)
+    expected = [out.clone() for out in outs]
+    assert all(out.isfinite().all() and out.float().std() > 0 for out in expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for start in (*[graph.replay] * 100, *[run] * 20):
+        for out in outs:
+            out.fill_(torch.nan)
+        start()
+        assert all(map(torch.equal, outs, expected))
+
+
 @pytest.mark.parametrize("prequant", [False, True])
 def test_the_gradient_of_an_x_beside_a_batch_of_weights_is_rounded_once(prequant: bool, device: torch.device) -> None:
     """The two weights almost cancel: two terms rounded to bfloat16 before their sum would leave 20 dB."""
