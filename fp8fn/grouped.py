@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor
 from fp8fn import arguments
 from fp8fn.arguments import checked
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
+from fp8fn.meta.bypass import shortest
 from fp8fn.ops.gemm import as_autocast
 from fp8fn.ops.grouped_gemm import check_batch
+from fp8fn.ops.grouped_mm_a16w8 import grouped_mm_a16w8_kernel
 from fp8fn.ops.kinds import kind_of
+from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, check_grouped, recipe_key
+from fp8fn.ops.scaled_grouped_mm import scaled_grouped_mm_kernel
 from fp8fn.scaled_tensor import ScaledTensor
 
 Operand: TypeAlias = "Tensor | ScaledTensor | GroupedScaledTensor"
@@ -79,9 +84,7 @@ def grouped_gemm(
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
         if offsets is None:
             raise ValueError("grouped_gemm: offsets is None; for a batch of two ScaledTensors use fp8fn.gemm(a, b)")
-        args = (a.data, a.scale, a.block, b.data, b.scale, b.block, offsets, bias, out_dtype)
-        scaled: Tensor = torch.ops.fp8fn.scaled_grouped_mm(*args)
-        return scaled
+        return _scaled_product(a, b, offsets, bias, out_dtype)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         out: Tensor = torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype)
         return out
@@ -140,13 +143,10 @@ def _counted_product(
 ) -> Tensor:
     """`a (E, M, K) @ b (E, K, N)` of each expert's first rows; `groups` are offsets, which must be None, and counts."""
     offsets, counts = groups
-    out: Tensor
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
-        args = (a.data, a.scale, a.block, b.data, b.scale, b.block, offsets, bias, out_dtype, counts)
-        out = torch.ops.fp8fn.scaled_grouped_mm(*args)
-        return out
+        return _scaled_product(a, b, offsets, bias, out_dtype, counts)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        out = torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype, counts)
+        out: Tensor = torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype, counts)
         return out
     raise TypeError(
         f"grouped_gemm: a is {kind_of(a)} and b {kind_of(b)}; with counts use two tensors or two "
@@ -154,18 +154,32 @@ def _counted_product(
     )
 
 
+def _scaled_product(
+    a: ScaledTensor, b: ScaledTensor, offsets: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype | None,
+    counts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`a (M, K) @ b (E, K, N)` of each group, or with `counts` `a (E, M, K)`."""
+    tensors = a.data, a.scale, b.data, b.scale, offsets, bias, counts
+    op: Callable[..., Tensor] = torch.ops.fp8fn.scaled_grouped_mm
+    multiply = shortest(op, scaled_grouped_mm_kernel, *tensors)
+    return multiply(a.data, a.scale, a.block, b.data, b.scale, b.block, offsets, bias, out_dtype, counts)
+
+
 def _weight_product(
     x: Tensor, w: ScaledTensor, offsets: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
     """`x (M, K) @ w (E, K, N)` of each group, or of a batch `x (E, M, K)`."""
     x = as_autocast(x)
-    out: Tensor
+    data, scale, block = w.data, w.scale, w.block
+    multiply: Callable[..., Tensor]
     if offsets is not None:
-        out = torch.ops.fp8fn.grouped_mm_a16w8(x, w.data, w.scale, w.block, offsets, bias, out_dtype)
-        return out
-    check_batch("grouped_gemm", x, w.data, bias)
-    out = torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block, bias, out_dtype)
-    return out
+        multiply = torch.ops.fp8fn.grouped_mm_a16w8
+        multiply = shortest(multiply, grouped_mm_a16w8_kernel, x, data, scale, offsets, bias)
+        return multiply(x, data, scale, block, offsets, bias, out_dtype)
+    check_batch("grouped_gemm", x, data, bias)
+    multiply = torch.ops.fp8fn.mm_a16w8
+    multiply = shortest(multiply, mm_a16w8_kernel, x, data, scale, bias)
+    return multiply(x, data, scale, block, bias, out_dtype)
 
 
 def _summed_product(

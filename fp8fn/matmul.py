@@ -17,7 +17,7 @@ from fp8fn.meta.direct import product
 from fp8fn.ops.activations import ACTIVATION_BLOCKS
 from fp8fn.ops.gemm import as_autocast
 from fp8fn.ops.layout import Block, known_block
-from fp8fn.ops.mm_a16w8 import check_mm_a16w8
+from fp8fn.ops.mm_a16w8 import check_mm_a16w8, mm_a16w8_kernel
 from fp8fn.ops.mx_mm import is_mx, mx_mm_kernel
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, is_batch_invariant, recipe_key
 from fp8fn.ops.scaled_mm import broadcast_batch, check_product, scaled_mm_kernel
@@ -192,8 +192,9 @@ def _weight_only_product(
     x = as_autocast(x)
     if x.ndim == 1:
         return _weight_only_product(x[None], w, bias, out_dtype, options, prequant=prequant).squeeze(-2)
-    op: Callable[..., Tensor] = _prequantized_product if prequant else torch.ops.fp8fn.mm_a16w8
     data, scale, block = w.data, w.scale, w.block
+    op: Callable[..., Tensor] = torch.ops.fp8fn.mm_a16w8
+    op = _prequantized_product if prequant else shortest(op, mm_a16w8_kernel, x, data, scale, bias)
     rest = (bias, out_dtype) if prequant else (bias, out_dtype, *options)
     if w.ndim == 2 and x.ndim > 3:
         return torch.unflatten(op(x.flatten(0, -3), data, scale, block, *rest), 0, x.shape[:-2])

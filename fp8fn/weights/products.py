@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8fn.meta.bypass import shortest
 from fp8fn.ops.formats import INPUT_DTYPES, SCALE_DTYPES
+from fp8fn.ops.grouped_mm_a16w8 import grouped_mm_a16w8_kernel
 from fp8fn.ops.layout import Block, is_column_major, is_square, known_block, moved, swap, turned
 from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
 from fp8fn.ops.operand import Quantized
@@ -104,8 +105,9 @@ def grouped_mm(
     if x.ndim != 2:
         raise NoForm
     operand, activations = _operand(x, weight), weight._form.activations
-    out: Tensor = torch.ops.fp8fn.grouped_mm_a16w8(x, *operand, offs, None, out_dtype, activations)
-    return out
+    op: Callable[..., Tensor] = torch.ops.fp8fn.grouped_mm_a16w8
+    multiply = shortest(op, grouped_mm_a16w8_kernel, x, *operand[:2], offs, below_autograd=True)
+    return multiply(x, *operand, offs, None, out_dtype, activations)
 
 
 @implements("transformers::grouped_mm_fallback")

@@ -23,7 +23,10 @@ from fp8fn.meta import direct
 from fp8fn.ops import scaled_mm
 from fp8fn.ops.cuda.runtime import call_cache, graph_capture
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.grouped_mm_a16w8 import grouped_mm_a16w8_reference
+from fp8fn.ops.mm_a16w8 import mm_a16w8_reference
 from fp8fn.ops.quantize import quantize_dual_kernel, quantize_kernel
+from fp8fn.ops.scaled_grouped_mm import scaled_grouped_mm_reference
 from fp8fn.ops.scaled_mm import scaled_mm_kernel
 from fp8fn.ops.torch_private import core
 from fp8fn.ops.triton.launch import TritonLaunch
@@ -310,6 +313,58 @@ def test_tensors_that_need_the_dispatcher(gpu: list[CudaLaunch], monkeypatch: py
     monkeypatch.setattr(graph_capture, "capturing", lambda: False)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not taken(x, w)
+
+
+X, ENDS = random(6, 128), torch.tensor([2, 6], dtype=torch.int32)
+W = fp8fn.quantize(random(2, 128, 128), (128, 128))
+A = fp8fn.quantize(X, (1, 128)), fp8fn.quantize(X.expand(2, 6, 128), (1, 128))
+# A call, and the module and the name of its op.
+QUANTIZED: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "gemm": (lambda x: fp8fn.gemm(x, W), "matmul", "mm_a16w8"),
+    "groups": (lambda x: fp8fn.grouped_gemm(x, W, ENDS), "grouped", "grouped_mm_a16w8"),
+    "a batch": (lambda x: fp8fn.grouped_gemm(x.expand(2, 6, 128), W), "grouped", "mm_a16w8"),
+    "quantized groups": (lambda x: fp8fn.grouped_gemm(A[0], W, ENDS), "grouped", "scaled_grouped_mm"),
+    "counts": (lambda x: fp8fn.grouped_gemm(A[1], W, counts=ENDS), "grouped", "scaled_grouped_mm"),
+    "groups of an FP8Weight": (
+        lambda x: torch._grouped_mm(x, fp8fn.FP8Weight(W), offs=ENDS), "weights.products", "grouped_mm_a16w8"
+    ),
+}  # fmt: skip
+REFERENCES: dict[str, Callable[..., Tensor]] = {
+    "mm_a16w8": mm_a16w8_reference,
+    "grouped_mm_a16w8": grouped_mm_a16w8_reference,
+    "scaled_grouped_mm": scaled_grouped_mm_reference,
+}
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_products_of_quantized_operands_start_their_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the dispatcher on a GPU, unless autograd, `torch.compile` or a mode has to see the op."""
+    call, module, op = QUANTIZED[case]
+    expected, calls = call(X), []
+
+    def called(how: str) -> Callable[..., Tensor]:
+        return lambda *args: calls.append(how) or REFERENCES[op](*args)  # type: ignore[func-returns-value]
+
+    def ways(x: Tensor = X) -> list[str]:
+        calls.clear()
+        found = call(x)
+        assert torch.equal(found, expected)
+        assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+        return list(calls)
+
+    monkeypatch.setattr(torch.ops.fp8fn, op, called("op"))
+    monkeypatch.setattr(f"fp8fn.{module}.{op}_kernel", called("kernel"))
+    assert ways() == ["op"]  # on a CPU
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
+    assert ways() == ["kernel"]
+    if module == "weights.products":  # PyTorch's op is what others see there
+        return
+    with _Watching():
+        assert ways() == ["op"]
+    tracked = X.clone().requires_grad_()
+    assert ways(tracked) == ["kernel" if op == "scaled_grouped_mm" else "op"]  # which reads A, not x
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert ways() == ["op"]
 
 
 def test_a_batch_of_gradients() -> None:
