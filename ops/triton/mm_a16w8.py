@@ -290,36 +290,49 @@ def choose_config(
     Up to 64 rows the weight's bytes decide: deep tiles, and narrow ones where wide ones would leave cores idle. Beyond,
     the products do, and the conversion: the more rows share a converted tile, the less of it, until cores are idle.
     """
-    options = MM_A16W8.get(str(target.arch), ())
     per_element = w_block[0] == 1
     # A scale holds for the whole depth of a tile, or for one element.
     depth = 64 if per_element else 128 if w_block[0] == WHOLE else min(w_block[0], 128)
+    tile: tuple[int, int, int, int, int]
     if dtype == torch.float32:
-        few, many = A16W8Config(16, 64, 32, 4, 2, options=options), A16W8Config(64, 64, 32, 8, 3, options=options)
-        return few if m <= 16 else many
-    if target.arch == 90 and not per_element and aligned and m > 32:
-        # 1.19x as fast as 128 columns by 8 warps, over nine shapes; 32 and 64 rows for few tiles 1.2x to 1.4x (H200).
-        rows = ceil_power_of_two(m)  # of as many as tuning's key has
-        tall = [bm for bm in (128, 64) if bm <= rows and rows // bm * ceil_div(n, 64) >= 0.9 * target.cores]
-        return A16W8Config(tall[0] if tall else 32, 64, depth, 4, 3)
-    if m <= 64:
-        bm = 16 if m <= 16 else 32 if m <= 32 else 64
-        bn = 64 if ceil_div(n, 64) >= target.cores else 32
-        if target.backend == "hip":
-            return A16W8Config(bm, bn, depth, 4, 2, options=options)
-        if not aligned:
-            depth = min(depth, 64)  # 128 deep spills 12 to 130 registers on sm90
-        elif target.arch == 90:  # by what was timed on an H200; lines that are not aligned spill 2 to 58 registers
-            if bm == 16 and bn == 32:
-                return A16W8Config(bm, bn, depth, 2, 4)
-            narrow = bm == 32 and 2 * ceil_div(n, 64) < target.cores
-            return A16W8Config(bm, 32 if narrow else 64, depth, 4, 3)
-        if bm == 64:
-            return A16W8Config(bm, bn, min(depth, 64), 8, 4)  # 4 warps spill 2 registers on sm100
-        return A16W8Config(bm, bn, depth, 4, 3 if bm == 32 else 4)
-    if target.backend == "hip":
-        return A16W8Config(128, 128, min(depth, 64), 4, 2, options=options)
-    if per_element and target.arch not in (90, 100, 103):
-        return A16W8Config(128, 128, 32, 8, 3)  # 64 deep spills 4 to 6 registers on sm89 and sm120
-    # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 98 registers spill.
-    return A16W8Config(128, 128 if aligned else 64, min(depth, 64), 8, 3)
+        tile = (16, 64, 32, 4, 2) if m <= 16 else (64, 64, 32, 8, 3)
+    elif target.backend == "hip":
+        tile = (_rows(m), _columns(n, target), depth, 4, 2) if m <= 64 else (128, 128, min(depth, 64), 4, 2)
+    elif target.arch == 90 and aligned:
+        tile = _tile_on_hopper(m, n, depth, per_element, target.cores)
+    elif m <= 64:
+        # 128 deep lines that are not aligned spill 12 to 130 registers on sm90, 64 rows by 4 warps 2 on sm100.
+        few = _rows(m) < 64
+        tile = (_rows(m), _columns(n, target), depth if few and aligned else min(depth, 64), 4 if few else 8,
+                3 if _rows(m) == 32 else 4)  # fmt: skip
+    elif per_element and target.arch not in (90, 100, 103):
+        tile = 128, 128, 32, 8, 3  # 64 deep spills 4 to 6 registers on sm89 and sm120
+    else:
+        # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 98 registers spill.
+        tile = 128, 128 if aligned else 64, min(depth, 64), 8, 3
+    return A16W8Config(*tile, options=MM_A16W8.get(str(target.arch), ()))
+
+
+def _rows(m: int) -> int:
+    """The tile's rows for up to 64 rows."""
+    return max(16, ceil_power_of_two(m))
+
+
+def _columns(n: int, target: Target) -> int:
+    """The tile's columns for up to 64 rows."""
+    return 64 if ceil_div(n, 64) >= target.cores else 32
+
+
+def _tile_on_hopper(m: int, n: int, depth: int, per_element: bool, cores: int) -> tuple[int, int, int, int, int]:
+    """By what was timed on an H200. Lines that are not aligned would spill 2 to 58 registers."""
+    wide = ceil_div(n, 64)
+    if m <= 16:
+        return (16, 64, depth, 4, 3) if wide >= cores else (16, 32, depth, 2, 4)
+    if m <= 32:
+        return 32, 64 if 2 * wide >= cores else 32, depth, 4, 3
+    if per_element:
+        return (64, 64, depth, 4, 3) if m <= 64 else (128, 128, depth, 8, 3)
+    # 1.19x as fast as 128 columns by 8 warps, over nine shapes; 32 and 64 rows for few tiles 1.2x to 1.4x.
+    rows = ceil_power_of_two(m)  # of as many as tuning's key has
+    tall = [bm for bm in (128, 64) if bm <= rows and rows // bm * wide >= 0.9 * cores]
+    return tall[0] if tall else 32, 64, depth, 4, 3
