@@ -223,8 +223,10 @@ def test_no_form_in_triton_spills(info: KernelInfo) -> None:
 
 
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
-def test_a_kernel_in_triton_that_overlaps_waits_before_it_reads_or_writes(target: Target, tmp_path: Path) -> None:
-    (info,) = (info for info in TRITON if info.file == "mm_a16w8.py")
+@pytest.mark.parametrize("info", [info for info in TRITON if info.overlaps], ids=lambda info: info.file)
+def test_a_kernel_in_triton_that_overlaps_waits_before_it_reads_or_writes(
+    info: KernelInfo, target: Target, tmp_path: Path
+) -> None:
     for form in info.few(META, target):
         for launch in form.launches:
             assert isinstance(launch, TritonLaunch)
@@ -233,24 +235,17 @@ def test_a_kernel_in_triton_that_overlaps_waits_before_it_reads_or_writes(target
             sass = [text for _, text in instructions(launch.compile().asm["cubin"], tmp_path)]
             (waits,) = (i for i, text in enumerate(sass) if "ACQBULK" in text)
             (starts,) = (i for i, text in enumerate(sass) if "PREEXIT" in text)
-            memory = re.compile(r"\b(LDG?\.E|LDGSTS|STG?\.E|UTMA|RED|ATOMG?)\b")
+            memory = re.compile(r"\b(LDG?\.E|LDGSTS|STG?\.E|UTMA\w+|REDG?|ATOMG?)\b")
             assert waits < starts < min(i for i, text in enumerate(sass) if memory.search(text)), form.name
 
 
-def test_which_kernels_in_triton_overlap() -> None:
-    """Where the GPU can: from Hopper on."""
-
-    def overlapping(target: Target | None) -> set[str]:
-        return {
-            info.file
-            for info in TRITON
-            for form in info.few(META, target or target_of(info))
-            for launch in form.launches
-            if isinstance(launch, TritonLaunch) and launch.overlaps and launch.options["launch_pdl"]
-        }
-
-    assert overlapping(None) == {"mm_a16w8.py"}
-    assert overlapping(SM89) == overlapping(GFX942) == set()
+@pytest.mark.parametrize("info", TRITON, ids=lambda info: info.file)
+def test_a_kernel_in_triton_overlaps_as_declared_and_from_hopper_on(info: KernelInfo) -> None:
+    for target, expected in ((target_of(info), info.overlaps), (SM89, False), (GFX942, False)):
+        for form in info.few(META, target):
+            for launch in form.launches:
+                assert isinstance(launch, TritonLaunch)
+                assert launch.overlaps == launch.options.get("launch_pdl", False) == expected, form.name
 
 
 @pytest.mark.gpu

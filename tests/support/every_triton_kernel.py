@@ -515,7 +515,7 @@ TRITON: Final = (
         targets=("sm100",),
     ),
     KernelInfo(
-        "mm_a16w8.py", _mm_a16w8, 1e-5, 1e-5, emulated=tuple(str(block) for block in BLOCKS),
+        "mm_a16w8.py", _mm_a16w8, 1e-5, 1e-5, overlaps=True, emulated=tuple(str(block) for block in BLOCKS),
         nan=("x", "w", "w_scale", "bias"), far=(("x", -2), ("w", -1)),
     ),
     KernelInfo(
