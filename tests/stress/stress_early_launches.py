@@ -463,7 +463,7 @@ def launches_seen() -> Iterator[set[str]]:
         return prepare(launch)
 
     def ran(launch: TritonLaunch) -> None:
-        seen.add(f"triton {launch.name}")
+        seen.add(f"triton {launch.name}" + "*" * launch.overlaps)
         run(launch)
 
     call_cache._kept.clear()
