@@ -185,7 +185,7 @@ def _named(product: WeightProduct) -> Named | None:
 
 
 def _configure_triton_once(product: WeightProduct) -> Any:
-    """The tile of 64 rows, for any number of rows."""
+    """The default tile of 64 rows, for any number of rows."""
     product = product.as_matrix()
     aligned = triton.is_aligned(product)
     return triton.choose_config(64, product.n, product.w.block, product.x.dtype, product.target, aligned=aligned)
