@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -32,7 +33,7 @@ from fp8fn.ops.triton.mm_a16w8 import A16W8Config, choose_config, configure, pla
 from fp8fn.ops.tuning import weight_table
 from fp8fn.ops.tuning.weight import weight_problem
 from support.compilers import assert_no_spills
-from support.operands.weights import CLASSES, exact, weight
+from support.operands.weights import CLASSES, exact, operands, weight
 from support.products import planned, weight_product
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -177,6 +178,17 @@ def test_no_configuration_spills(target: Target, m: int, block: Block) -> None:
     for dtype, n in ((BF16, 32768),) if m <= 64 else ((FP16, 4096), (FP32, 4096)):
         assert_no_spills(offline(target, block, m).resources(), target)
         assert_no_spills(offline(target, block, m, dtype, n).resources(), target)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block[0] != 1], ids=str)
+@pytest.mark.parametrize(("m", "n", "rows"), [(40, 4112, 32), (40, 8208, 64), (300, 4112, 128)])
+def test_no_tile_for_many_rows_spills_on_hopper(m: int, n: int, rows: int, block: Block) -> None:
+    """Sizes that are multiples of 16 but not of the tile's, in each height that the rule of cores chooses."""
+    for dtype, contiguous in ((BF16, "K"), (FP16, "N")):
+        product = operands(m, n, 4112, block, contiguous=contiguous, x=dtype)
+        config = configure(product)
+        assert config == replace(config, BM=rows)
+        assert_no_spills(plan_mm_a16w8(product, config)[0].resources(), SM90)
 
 
 def odd(target: Target, block: Block, m: int) -> WeightProduct:
@@ -389,9 +401,9 @@ def test_on_the_device(block: Block, dtype: torch.dtype, contiguous: str) -> Non
 
 @pytest.mark.gpu
 def test_products_by_triton_in_turn_wait_for_each_other(hopper: Target) -> None:
-    """Each launch may begin before the one ahead has ended, whose output it reads, and which reads what it writes.
+    """The launches of a turn read the output of the turn before, and overwrite the operand of the turn before that.
 
-    Kernels of PyTorch, which do not wait themselves, stand among them.
+    Kernels of PyTorch, which do not use programmatic dependent launch, stand among them.
     """
     size = 512
     w, outs = (
