@@ -49,7 +49,7 @@ class TritonLaunch(Launch):
 
     @property
     def overlaps(self) -> bool:
-        """Whether it may begin before the launch ahead of it has ended; its kernel then waits by `overlap.wait`."""
+        """Whether the launch uses programmatic dependent launch: its kernel then waits by `overlap.wait`."""
         return bool(self.constexprs.get("OVERLAPS"))
 
     def describe(self) -> str:
@@ -224,7 +224,7 @@ class TritonCall:
         tensors = (*inputs, *made)
         for step in self.steps:
             step.start(tensors, device)
-        if graph_capture.capturing():  # the launch after each begins when all before this one has ended
+        if graph_capture.capturing():  # a step lets the next launch begin only when all before the step has ended
             graph_capture.launched(device, frozenset(), made)
         return made[: self.returned]
 

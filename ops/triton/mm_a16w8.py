@@ -93,7 +93,8 @@ def weight_tile(
     ON_WEIGHT: tl.constexpr = kind == tl.float32
     VECTOR: tl.constexpr = S_N != -1 and S_N % BN != 0
 
-    # A number is loaded one tile ahead, so that no product waits for it; a vector would take registers that some lack.
+    # A scale that is one number is loaded one K tile ahead, so that no product waits for it. A vector of scales would
+    # spill registers in some configurations.
     AHEAD: tl.constexpr = S_K > 1 and not VECTOR
     if AHEAD:
         scale = tile_scales(w_scale, start_n, offset_n, N, s_n, S_N, BN, EVEN_N)
@@ -222,7 +223,7 @@ def _power_above(scale):
 
 
 def plan_mm_a16w8(product: WeightProduct, config: A16W8Config) -> tuple[TritonLaunch]:
-    """The launch of a product whose `N` is at least 1; `out` is bfloat16, float16 or float32.
+    """The launch of a product whose `N` and `K` are at least 1; `out` is bfloat16, float16 or float32.
 
     `constant` has no effect.
     """
@@ -287,8 +288,9 @@ def choose_config(
 ) -> A16W8Config:
     """The default configuration; none of them spills (tests/kernels/mm_a16w8/test_op.py).
 
-    Up to 64 rows the weight's bytes decide: deep tiles, and narrow ones where wide ones would leave cores idle. Beyond,
-    the products do, and the conversion: the more rows share a converted tile, the less of it, until cores are idle.
+    Up to 64 rows, or 32 on Hopper, the weight's bytes decide: deep tiles, and narrow ones where wide ones would leave
+    cores idle. For more rows the products and the conversion decide: the more rows share a converted tile, the fewer
+    tiles are converted. Hopper takes fewer rows where tall tiles would leave cores idle.
     """
     per_element = w_block[0] == 1
     # A scale holds for the whole depth of a tile, or for one element.
@@ -333,6 +335,6 @@ def _tile_on_hopper(m: int, n: int, depth: int, per_element: bool, cores: int) -
     if per_element:
         return (64, 64, depth, 4, 3) if m <= 64 else (128, 128, depth, 8, 3)
     # 1.19x as fast as 128 columns by 8 warps, over nine shapes; 32 and 64 rows for few tiles 1.2x to 1.4x.
-    rows = ceil_power_of_two(m)  # of as many as tuning's key has
+    rows = ceil_power_of_two(m)  # tuning's key has one configuration for all M up to the next power of two
     tall = [bm for bm in (128, 64) if bm <= rows and rows // bm * wide >= 0.9 * cores]
     return tall[0] if tall else 32, 64, depth, 4, 3

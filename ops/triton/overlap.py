@@ -1,7 +1,7 @@
-"""Launches that begin while the one before them ends: programmatic dependent launch, from Hopper on.
+"""Programmatic dependent launch of Triton's kernels, from Hopper on.
 
-The next launch then stands ready when the one before it ends, which hides its start: 0.3 to 0.6 microseconds in a CUDA
-graph on an H200.
+The blocks of the next launch are resident when the launch before it ends, which hides their start: 0.3 to 0.6
+microseconds in a CUDA graph on an H200.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from fp8fn.ops.targets import Target
 
 
 def overlaps(target: Target) -> bool:
-    """Whether launches on the target can begin before the one ahead of them has ended."""
+    """Whether the target has programmatic dependent launch."""
     return target.backend == "cuda" and int(target.arch) >= 90
 
 
 def overlapping(target: Target) -> dict[str, bool]:
-    """The option of Triton with which a launch overlaps, where the target can; its kernel has OVERLAPS then."""
+    """Triton's option for programmatic dependent launch, where the target has it and the kernel's OVERLAPS is true."""
     return {"launch_pdl": True} if overlaps(target) else {}
 
 
 @triton.jit
 def wait(OVERLAPS: tl.constexpr):
-    """Waits for all launches before this one, and then lets the next one begin, which waits for this one.
+    """Waits until all launches before this one have ended, and then lets the next launch begin.
 
-    A kernel whose launch overlaps calls it before it reads or writes memory.
+    A kernel with OVERLAPS calls this function before it reads or writes memory. The order matters: the next launch may
+    read its weight before it waits, and by then all launches before this one must have ended (`graph_capture`).
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
