@@ -93,9 +93,9 @@ def weight_tile(
     ON_WEIGHT: tl.constexpr = kind == tl.float32
     VECTOR: tl.constexpr = S_N != -1 and S_N % BN != 0
 
-    # A scale that is one number is loaded one K tile ahead, so that no product waits for it. A vector of scales would
-    # spill registers in some configurations.
-    AHEAD: tl.constexpr = S_K > 1 and not VECTOR
+    # A scale that is one number is loaded one K tile ahead, so that no product waits for it. A vector of scales, or one
+    # more number beside float32, would spill registers in some configurations.
+    AHEAD: tl.constexpr = S_K > 1 and not VECTOR and not ON_WEIGHT
     if AHEAD:
         scale = tile_scales(w_scale, start_n, offset_n, N, s_n, S_N, BN, EVEN_N)
 

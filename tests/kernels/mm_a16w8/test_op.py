@@ -191,6 +191,14 @@ def test_no_tile_for_many_rows_spills_on_hopper(m: int, n: int, rows: int, block
         assert_no_spills(plan_mm_a16w8(product, config)[0].resources(), SM90)
 
 
+def test_no_product_of_float32_spills() -> None:
+    """A scale that was loaded one tile ahead, which a product of float32 does not need, spilled 2 registers."""
+    for target, k, n, contiguous, bias in ((SM120, 4112, 4112, "N", None), (SM90, 1030, 515, "K", FP32)):
+        product = operands(40, n, k, (128, 128), contiguous=contiguous, x=FP32, fp8=torch.float8_e5m2, bias=bias)
+        product = replace(product, target=target)
+        assert_no_spills(plan_mm_a16w8(product, configure(product))[0].resources(), target)
+
+
 def odd(target: Target, block: Block, m: int) -> WeightProduct:
     """Lines that are no multiples of 16."""
     x = torch.empty(m, 33, dtype=BF16, device="meta")
