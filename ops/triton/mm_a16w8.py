@@ -295,6 +295,8 @@ def choose_config(
     per_element = w_block[0] == 1
     # A scale holds for the whole depth of a tile, or for one element.
     depth = 64 if per_element else 128 if w_block[0] == WHOLE else min(w_block[0], 128)
+    if target.arch in (89, 120) and not aligned and m > 32:
+        depth = min(depth, 32)  # 64 deep spills 2 to 14 registers
     tile: tuple[int, int, int, int, int]
     if dtype == torch.float32:
         tile = (16, 64, 32, 4, 2) if m <= 16 else (64, 64, 32, 8, 3)
@@ -308,7 +310,7 @@ def choose_config(
         tile = (_rows(m), _columns(n, target), depth if few and aligned else min(depth, 64), 4 if few else 8,
                 3 if _rows(m) == 32 else 4)  # fmt: skip
     elif per_element and target.arch not in (90, 100, 103):
-        tile = 128, 128, 32, 8, 3  # 64 deep spills 4 to 6 registers on sm89 and sm120
+        tile = 128, 128 if aligned else 64, 32, 8, 3  # 64 deep spills 4 to 6 registers on sm89 and sm120
     else:
         # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 98 registers spill.
         tile = 128, 128 if aligned else 64, min(depth, 64), 8, 3

@@ -218,6 +218,27 @@ def test_no_product_of_odd_sizes_spills(target: Target, block: Block) -> None:
     assert configure(product) in weight_table.candidates(problem)["triton_mm"]
 
 
+@pytest.mark.parametrize(
+    ("target", "block", "m", "contiguous", "x", "fp8"),
+    [
+        (SM89, (128, 128), 128, "K", BF16, E4M3),
+        (SM120, (128, 128), 33, "K", BF16, E4M3),
+        (SM120, (128, 128), 128, "N", BF16, torch.float8_e5m2),
+        (SM120, (128, 1), 128, "N", BF16, E4M3),
+        (SM120, (1, 128), 128, "N", FP16, torch.float8_e5m2),
+    ],
+)
+def test_many_rows_of_odd_sizes_have_tiles_that_are_32_deep(
+    target: Target, block: Block, m: int, contiguous: str, x: torch.dtype, fp8: torch.dtype
+) -> None:
+    """Tiles that were 64 deep, or 128 columns wide, spilled 2 to 16 registers with or without a bias."""
+    for bias in (None, x):
+        product = replace(operands(m, 515, 1030, block, contiguous=contiguous, x=x, fp8=fp8, bias=bias), target=target)
+        config = configure(product)
+        assert config == replace(config, BK=32)
+        assert_no_spills(plan_mm_a16w8(product, config)[0].resources(), target)
+
+
 @pytest.mark.parametrize("block", [(128, 128), (1, -1)], ids=str)
 @pytest.mark.parametrize("m", [20, 64, 100])
 def test_no_product_of_odd_sizes_spills_on_hopper(m: int, block: Block) -> None:
