@@ -17,6 +17,8 @@ from support.samples import SAMPLES
 
 pytest.importorskip("triton")
 
+from triton.runtime import interpreter
+
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import reference
@@ -159,6 +161,26 @@ def test_a_bad_scale_or_row_stays_where_it_is(block: Block, dtype: torch.dtype, 
         assert_near(found[4:], x[4:], ScaledTensor(w.data, scale, block))
     else:
         assert torch.equal(found[~touched], clean[~touched])
+
+
+@pytest.mark.parametrize("k", [1, 128, 129, 256])
+def test_the_scale_that_is_loaded_ahead_is_one_of_the_weight(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder, addresses = interpreter.InterpreterBuilder, set[int]()
+    load = builder.create_masked_load
+
+    def noted(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        addresses.update(pointers.data[mask.data].ravel().tolist())
+        return load(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", noted)
+    x, w = torch.randn(40, k).bfloat16(), weight(k, 140, (128, 128))
+    rows, columns = w.scale.shape
+    among = torch.full((rows + 2, columns), torch.nan)
+    scale = among[1:-1].copy_(w.scale)
+    assert_near(interpreted(x, ScaledTensor(w.data, scale, w.block)), x, w)
+    start, end = among.data_ptr(), among.data_ptr() + 4 * among.numel()
+    read = {address for address in addresses if start <= address < end}
+    assert read == set(range(scale.data_ptr(), scale.data_ptr() + 4 * scale.numel(), 4))
 
 
 def offline(target: Target, block: Block, m: int, dtype: torch.dtype = BF16, n: int = 4096) -> TritonLaunch:
