@@ -230,21 +230,23 @@ def _chains(sizes: Sizes, make: Maker) -> Iterator[Case]:
 
         return Case(f"chain quantize, mx_mm M={m}", values, product)
 
-    def behind_another(m: int) -> Case:
-        """The launch before the last one writes the operands."""
+    def behind_another(m: int, dtype: torch.dtype = BF16) -> Case:
+        """The operands are written two launches ahead; the one between has a row of `dtype`, by Triton in float32."""
 
         def values() -> Values:
-            return make.x(m, n), *make.weight(n, n), make.x(1, n), *make.weight(n, n)
+            return make.x(m, n), *make.weight(n, n), make.x(1, n).to(dtype), *make.weight(n, n)
 
         def product(x: Tensor, w: Tensor, scale: Tensor, *other: Tensor) -> Sequence[Tensor]:
             first = torch.ops.fp8fn.mm_a16w8(*other, _SQUARE)
             return first, torch.ops.fp8fn.mm_a16w8(x, w, scale, _SQUARE)
 
-        return Case(f"chain mm_a16w8 M={m} behind another", values, product)
+        other = "one by Triton" if dtype == FP32 else "another"
+        return Case(f"chain mm_a16w8 M={m} behind {other}", values, product)
 
     for m in sizes.rows:
         yield a16w8(m)
         yield behind_another(m)
+        yield behind_another(m, FP32)
         yield mx(m)
     for m in sizes.rows[::3]:
         yield a16w8(m, constant=True)
