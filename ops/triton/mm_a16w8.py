@@ -8,7 +8,7 @@ quantized by channels, the weight itself is multiplied, and rounded to the type 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -300,46 +300,52 @@ def choose_config(
     depth = 64 if per_element else 128 if w_block[0] == WHOLE else min(w_block[0], 128)
     if target.arch in (89, 120) and not aligned and m > 32:
         depth = min(depth, 32)  # 64 deep spills 2 to 14 registers
-    tile: tuple[int, int, int, int, int]
     if dtype == torch.float32:
-        tile = (16, 64, 32, 4, 2) if m <= 16 else (64, 64, 32, 8, 3)
-    elif target.backend == "hip":
-        tile = (_rows(m), _columns(n, target), depth, 4, 2) if m <= 64 else (128, 128, min(depth, 64), 4, 2)
+        few = A16W8Config(BM=16, BN=64, BK=32, num_warps=4, num_stages=2)
+        tile = few if m <= 16 else A16W8Config(BM=64, BN=64, BK=32, num_warps=8, num_stages=3)
     elif target.arch == 90 and aligned:
         tile = _tile_on_hopper(m, n, depth, per_element, target.cores)
     elif m <= 64:
-        # 128 deep lines that are not aligned spill 12 to 130 registers on sm90, 64 rows by 4 warps 2 on sm100.
-        few = _rows(m) < 64
-        tile = (_rows(m), _columns(n, target), depth if few and aligned else min(depth, 64), 4 if few else 8,
-                3 if _rows(m) == 32 else 4)  # fmt: skip
-    elif per_element and target.arch not in (90, 100, 103):
-        tile = 128, 128 if aligned else 64, 32, 8, 3  # 64 deep spills 4 to 6 registers on sm89 and sm120
+        tile = _tile_of_few_rows(m, n, depth, target, aligned)
+    elif target.backend == "hip":
+        tile = A16W8Config(BM=128, BN=128, BK=min(depth, 64), num_warps=4, num_stages=2)
     else:
-        # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 98 registers spill.
-        tile = 128, 128 if aligned else 64, min(depth, 64), 8, 3
-    return A16W8Config(*tile, options=MM_A16W8.get(str(target.arch), ()))
+        # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 98 registers spill. On
+        # sm89 and sm120 64 deep tiles spill 4 to 6 with a scale for each element of K.
+        shallow = per_element and target.arch not in (90, 100, 103)
+        tile = A16W8Config(
+            BM=128, BN=128 if aligned else 64, BK=32 if shallow else min(depth, 64), num_warps=8, num_stages=3
+        )
+    return replace(tile, options=MM_A16W8.get(str(target.arch), ()))
 
 
-def _rows(m: int) -> int:
-    """The tile's rows for up to 64 rows."""
-    return max(16, ceil_power_of_two(m))
+def _tile_of_few_rows(m: int, n: int, depth: int, target: Target, aligned: bool) -> A16W8Config:
+    """The tile for up to 64 rows."""
+    rows = max(16, ceil_power_of_two(m))
+    columns = 64 if ceil_div(n, 64) >= target.cores else 32
+    if target.backend == "hip":
+        return A16W8Config(BM=rows, BN=columns, BK=depth, num_warps=4, num_stages=2)
+    if rows == 64:  # by 4 warps it spills 2 registers on sm100
+        return A16W8Config(BM=64, BN=columns, BK=min(depth, 64), num_warps=8, num_stages=4)
+    if not aligned:
+        depth = min(depth, 64)  # 128 deep spills 12 to 130 registers on sm90
+    return A16W8Config(BM=rows, BN=columns, BK=depth, num_warps=4, num_stages=3 if rows == 32 else 4)
 
 
-def _columns(n: int, target: Target) -> int:
-    """The tile's columns for up to 64 rows."""
-    return 64 if ceil_div(n, 64) >= target.cores else 32
-
-
-def _tile_on_hopper(m: int, n: int, depth: int, per_element: bool, cores: int) -> tuple[int, int, int, int, int]:
-    """By what was timed on an H200. Lines that are not aligned would spill 2 to 58 registers."""
+def _tile_on_hopper(m: int, n: int, depth: int, per_element: bool, cores: int) -> A16W8Config:
+    """The tile by what was timed on an H200. Lines that are not aligned would spill 2 to 58 registers."""
     wide = ceil_div(n, 64)
-    if m <= 16:
-        return (16, 64, depth, 4, 3) if wide >= cores else (16, 32, depth, 2, 4)
+    if m <= 16 and wide < cores:
+        return A16W8Config(BM=16, BN=32, BK=depth, num_warps=2, num_stages=4)
     if m <= 32:
-        return 32, 64 if 2 * wide >= cores else 32, depth, 4, 3
-    if per_element:
-        return (64, 64, depth, 4, 3) if m <= 64 else (128, 128, depth, 8, 3)
-    # 1.19x as fast as 128 columns by 8 warps, over nine shapes; 32 and 64 rows for few tiles 1.2x to 1.4x.
-    rows = ceil_power_of_two(m)  # tuning's key has one configuration for all M up to the next power of two
-    tall = [bm for bm in (128, 64) if bm <= rows and rows // bm * wide >= 0.9 * cores]
-    return tall[0] if tall else 32, 64, depth, 4, 3
+        columns = 64 if m <= 16 or 2 * wide >= cores else 32
+        return A16W8Config(BM=16 if m <= 16 else 32, BN=columns, BK=depth, num_warps=4, num_stages=3)
+    if per_element and m > 64:
+        return A16W8Config(BM=128, BN=128, BK=depth, num_warps=8, num_stages=3)
+    bm = 64
+    if not per_element:
+        # 1.19x as fast as 128 columns by 8 warps, over nine shapes; 32 and 64 rows for few tiles 1.2x to 1.4x.
+        rows = ceil_power_of_two(m)  # tuning's key has one configuration for all M up to the next power of two
+        tall = [bm for bm in (128, 64) if bm <= rows and rows // bm * wide >= 0.9 * cores]
+        bm = tall[0] if tall else 32
+    return A16W8Config(BM=bm, BN=64, BK=depth, num_warps=4, num_stages=3)
