@@ -3,8 +3,7 @@
 Suites:
 - "decode": 1, 4 and 16 rows by the weights of an MLP and of attention's projections.
 - "rows": 32, 64 and 128 rows, one of each sequence, by larger weights too.
-- "batched": a batch of products, each with its own weight; also by the kernel
-  in Triton, which serves where ours in CUDA C++ do not.
+- "batched": a batch of products, each with its own weight; also by the kernel in Triton.
 - "mx": both operands in MX-FP8, also beside Triton's `tl.dot_scaled`.
 - "mx_moe": tokens by the MX-FP8 weights of their experts.
 

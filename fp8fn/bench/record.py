@@ -21,24 +21,21 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in describe().items() if key not in left_out}
 
 
-def make(benchmark: str, results: Any) -> dict[str, Any]:
-    """`results` with their provenance, this machine today, as `read` returns it."""
+def make(benchmark: str, results: Any, measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """`results` with their provenance, as `read` returns it: the date and environment of `measured`, or of now."""
+    if measured is None:
+        measured = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "environment": environment()}
     return {
         "benchmark": benchmark,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "environment": environment(),
+        "date": measured["date"],
+        "environment": measured["environment"],
         "results": results,
     }
 
 
-def write(path: str | Path, benchmark: str, results: Any) -> None:
-    """Write `results` with their provenance as `write_document` does."""
-    write_document(path, make(benchmark, results))
-
-
-def write_document(path: str | Path, document: Mapping[str, Any]) -> None:
+def write(path: str | Path, benchmark: str, results: Any, measured: Mapping[str, Any] | None = None) -> None:
     """Write what `make` returns as JSON. A run that ends meanwhile leaves the file as it was."""
-    content = (json.dumps(document, indent=1) + "\n").encode()
+    content = (json.dumps(make(benchmark, results, measured), indent=1) + "\n").encode()
     file = Path(path).resolve()  # a link stays one
     if file.exists() and not file.is_file():  # such as /dev/stdout
         file.write_bytes(content)

@@ -137,10 +137,7 @@ def merge(path: Path, others: Sequence[Path], benchmark: str) -> list[dict[str, 
         rows = {row["variant"]: row for row in (*same[0]["rows"], *run["rows"])}
         same[0].update({**run, "rows": list(rows.values())})
     newest = max(reversed(found), key=lambda run: run["date"], default=None)
-    document = record.make(benchmark, {"runs": found})
-    if newest is not None:
-        document.update(date=newest["date"], environment=newest["environment"])
-    record.write_document(path, document)
+    record.write(path, benchmark, {"runs": found}, measured=newest)
     return found
 
 
