@@ -21,6 +21,7 @@ from fp8fn.ops.triton.mm_a16w8 import (
     weight_tile,
     with_bias,
 )
+from fp8fn.ops.triton.overlap import overlapping, overlaps, wait
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import ceil_div, is_wide
@@ -32,9 +33,10 @@ def grouped_mm_a16w8(
     s_e, s_k, s_n, bias_e, bias_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     S_K: tl.constexpr, S_N: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
-    TRANS_STORE: tl.constexpr, BY_FLOAT32: tl.constexpr,
+    TRANS_STORE: tl.constexpr, BY_FLOAT32: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One `BM x BN` tile of the rows of one group; `GROUPS` is a power of two above `E`."""
+    wait(OVERLAPS)
     place, tile_n = grouped_tile(tl.program_id(0), M // BM + E + 1, tl.cdiv(N, BN), GROUP)
     group, first = group_at(offsets, place, M, E, BM, GROUPS)
     start, end = borders(offsets, group, M, E)
@@ -82,9 +84,12 @@ def plan_grouped_mm_a16w8(product: WeightProduct, config: A16W8Config) -> tuple[
                 "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "GROUPS": places_of(groups),
                 "S_K": w_block[0], "S_N": w_block[1], "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
                 "WIDE": is_wide(x, w[0], out, w_scale[0]), "TRANS_STORE": target.backend == "hip",
-                "BY_FLOAT32": by_float32(target),
+                "BY_FLOAT32": by_float32(target), "OVERLAPS": overlaps(target),
             },
-            options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
+            options={
+                "num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options),
+                **overlapping(target),
+            },
             target=target,
         ),
     )  # fmt: skip

@@ -519,7 +519,8 @@ TRITON: Final = (
         nan=("x", "w", "w_scale", "bias"), far=(("x", -2), ("w", -1)),
     ),
     KernelInfo(
-        "grouped_mm_a16w8.py", _grouped_mm_a16w8, 1e-5, 1e-5, emulated=("(128, 128)", "(1", "(-1", "(32"),
+        "grouped_mm_a16w8.py", _grouped_mm_a16w8, 1e-5, 1e-5, overlaps=True,
+        emulated=("(128, 128)", "(1", "(-1", "(32"),
         nan=("x", "w", "w_scale", "bias"), far=(("x", -2),),
     ),
     KernelInfo("mx_mm.py", _mx_mm, 1e-5, 2.0**-12, emulated=("K300 splits1", "K300 splits3"), nan=_NAN, far=_FAR),
