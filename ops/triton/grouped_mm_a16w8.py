@@ -6,6 +6,8 @@ tiles from place `start // BM + group` on, and programs of places without rows e
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
@@ -99,4 +101,8 @@ def configure(product: WeightProduct) -> A16W8Config:
     """The configuration for the mean number of rows in a group, and the columns of all experts that may have rows."""
     groups, target, aligned = product.group_ends.shape[0], product.target, is_aligned(product)
     rows, columns = ceil_div(product.m, groups), product.n * min(groups, product.m)
-    return choose_config(rows, columns, product.w.block, product.x.dtype, target, aligned=aligned)
+    config = choose_config(rows, columns, product.w.block, product.x.dtype, target, aligned=aligned)
+    if target.arch == 90 and aligned and (config.BM, config.BN, config.BK) == (16, 64, 128):
+        # 1.06x as fast as 4 warps on an H200, over routed tokens by 128 and 256 experts: more tiles are resident.
+        config = replace(config, num_warps=2)
+    return config
