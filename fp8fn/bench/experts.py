@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,15 +16,34 @@ from torch import Tensor
 from fp8fn.bench.accuracy import snr_db
 from fp8fn.bench.layer import normal
 
-_SAMPLES = 512
+TOP_K: Final = 8
+_SAMPLES: Final = 512
 
 
 def group_sizes(experts: int, tokens: int, distribution: str) -> list[int]:
-    """The number of tokens of each expert: "balanced", or "zipf", in proportion to `rank ** -1.2` in a random order."""
+    """The number of tokens of each expert.
+
+    "balanced"; "zipf", in proportion to `rank ** -1.2` in a random order; or "routed", where the tokens are copies for
+    `TOP_K` experts each, drawn by the same weights.
+    """
     weights = [1.0 if distribution == "balanced" else (rank + 1) ** -1.2 for rank in range(experts)]
+    if distribution == "routed":
+        return _routed(weights, tokens // TOP_K)
     sizes = [int(tokens * weight / sum(weights)) for weight in weights]
     sizes[0] += tokens - sum(sizes)
     random.Random(0).shuffle(sizes)
+    return sizes
+
+
+def _routed(weights: list[float], tokens: int) -> list[int]:
+    draws = random.Random(0)
+    draws.shuffle(weights)
+    sizes = [0] * len(weights)
+    for _ in range(tokens):
+        # The largest of u ** (1 / weight) are a sample by weight without replacement (Efraimidis and Spirakis).
+        keys = [draws.random() ** (1.0 / weight) for weight in weights]
+        for expert in sorted(range(len(weights)), key=keys.__getitem__)[-TOP_K:]:
+            sizes[expert] += 1
     return sizes
 
 

@@ -2,7 +2,7 @@
 
 Suites:
 - "forward": tokens `(M, K)` by experts `(E, K, N)`, on quantized operands.
-- "few": the same of 16-bit tokens by FP8 experts, few for each expert, as in decoding.
+- "few": the same of 16-bit tokens by FP8 experts in decoding: M rows are M / 8 tokens, for 8 experts each.
 - "deepgemm", "deepgemm-wgrad": the first and the next at DeepGEMM's own shapes.
 - "deepgemm-masked": quantized operands of experts with room for M rows, of which the device counts C in the mean.
 - "wgrad": the gradient `(E, N, K)` of the experts, each summed over the expert's tokens.
@@ -11,8 +11,8 @@ Suites:
 - "quant": quantizers of M tokens with N columns in G groups.
 - "weights": quantizers of `(E, K, N)`.
 
-Tokens are divided evenly, or by Zipf's law with exponent 1.2. The L2 is flushed by writes before products, and by reads
-before quantizers.
+Tokens are divided evenly, or by Zipf's law with exponent 1.2, by whose weights those of "few" choose their experts. The
+L2 is flushed by writes before products, and by reads before quantizers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from torch import Tensor
 import fp8fn
 from fp8fn.bench import command, peers, tables
 from fp8fn.bench.command import Suite
-from fp8fn.bench.experts import CountedExperts, Experts
+from fp8fn.bench.decode import BY_TRITON
+from fp8fn.bench.experts import TOP_K, CountedExperts, Experts
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
 from fp8fn.bench.quant import SCHEDULE, bytes_moved
 from fp8fn.bench.shapes import DEEPGEMM_GROUPS, DEEPGEMM_MASKED, DEEPGEMM_WGRAD
 from fp8fn.ops.groups import spread_blocks
+from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.targets import target_of
 from fp8fn.timing import Call
 
 # (E, M, N, K).
 PRODUCTS: Final = ((8, 32768, 2048, 7168), (8, 32768, 7168, 2048), (8, 16384, 4096, 4096), (16, 16384, 8192, 5120))
 # Qwen3-30B-A3B's and DeepSeek-V3's experts, 8 for each of 1 to 128 tokens.
 FEW: Final = tuple(
-    (count, 8 * tokens, *sides)
+    (count, TOP_K * tokens, *sides)
     for count, *sides in ((128, 1536, 2048), (128, 2048, 768), (256, 4096, 7168))
     for tokens in (1, 16, 128)
 )
@@ -55,6 +59,8 @@ TOKENS: Final = tuple((groups, 16640, columns) for columns in (8192, 5120) for g
 WEIGHTS: Final = tuple((experts, *sides) for experts in (1, 16, 128) for sides in ((8192, 5120), (5120, 8192)))
 _MLP_BAR_DB: Final = 20.0  # two products, one after the other
 _DISTRIBUTIONS: Final = ("balanced", "zipf")
+_COLUMNS: Final = "one scale a group and column"
+_ALONG_N: Final = "(1,-1), along N"
 
 
 def forward_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
@@ -76,7 +82,7 @@ def _case(experts: Any, peer: str, name: str, build: Callable[[Any], Call]) -> C
 
 
 def few_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    experts = Experts(shape, "zipf", device)
+    experts = Experts(shape, "routed", device)
     return [
         _case(experts, "fp8fn", "16 bits·128x128", _unquantized),
         _case(experts, "fp8fn", "1x128·128x128", _blockwise),
@@ -219,6 +225,10 @@ def quant_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     blocks = spread_blocks(m, count)
     copy = torch.empty_like(x)
     spread = 3.0 * m * n + 4.0 * blocks * n
+
+    def case(peer: str, name: str, build: Callable[[], Call]) -> Case:
+        return Case(peer, name, build, bytes=3.0 * m * n + 4.0 * count * n)
+
     return [
         Case("fp8fn", "(128,1) by groups", lambda: lambda: fp8fn.quantize_grouped(x, offsets), bytes=spread),
         Case(
@@ -233,12 +243,9 @@ def quant_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
             lambda: lambda: fp8fn.quantize_grouped_dual(x, offsets),
             bytes=spread + bytes_moved(m, n, [(1, 128)]) - 2.0 * m * n,
         ),
-        Case(
-            "fp8fn",
-            "one scale a group and column",
-            lambda: lambda: fp8fn.quantize_grouped(x, offsets, block=-1),
-            bytes=3.0 * m * n + 4.0 * count * n,
-        ),
+        case("fp8fn", _COLUMNS, lambda: lambda: fp8fn.quantize_grouped(x, offsets, block=-1)),
+        *([case("fp8fn", f"{_COLUMNS}{BY_TRITON}", partial(_by_triton, x, offsets))] if device.type == "cuda" else ()),
+        case("torchao", _COLUMNS, lambda: peers.torchao_column_scales(x, offsets)),
         Case("torch", "copy", lambda: lambda: copy.copy_(x), bytes=4.0 * m * n, ceiling=True),
     ]
 
@@ -253,13 +260,36 @@ def weight_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     def case(name: str, run: Callable[[], Any], written: int, scales: float) -> Case:
         return Case("fp8fn", name, lambda: run, bytes=(2.0 + written) * elements + 4.0 * scales)
 
+    def along_n(peer: str, name: str, build: Callable[[], Call]) -> Case:
+        return Case(peer, name, build, bytes=3.0 * elements + 4.0 * elements / n)
+
     return [
         case("(128,128) both ways", lambda: fp8fn.quantize_dual(w, (128, 128)), 2, 2 * elements / 128**2),
         case("(128,128)", lambda: fp8fn.quantize(w, (128, 128)), 1, elements / 128**2),
         case("(-1,1), along K", lambda: fp8fn.quantize(w, (-1, 1)), 1, elements / k),
-        case("(1,-1), along N", lambda: fp8fn.quantize(w, (1, -1)), 1, elements / n),
+        along_n("fp8fn", _ALONG_N, lambda: lambda: fp8fn.quantize(w, (1, -1))),
+        *([along_n("fp8fn", f"{_ALONG_N}{BY_TRITON}", partial(_by_triton, w))] if device.type == "cuda" else ()),
+        along_n("torchao", _ALONG_N, lambda: peers.torchao_row_scales(w)),
         Case("torch", "copy", lambda: lambda: copy.copy_(w), bytes=4.0 * elements, ceiling=True),
     ]
+
+
+def _by_triton(x: Tensor, offsets: Tensor | None = None) -> Call:
+    """Our quantizer in Triton of whole rows, or of whole columns of groups, into outputs made beforehand."""
+    from fp8fn.ops.triton.quantize import plan_quantize
+    from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped
+
+    block = (1, WHOLE) if offsets is None else (WHOLE, 1)
+    target = target_of(x.device)
+    q = Quantization(x=x, block=block, dtype=torch.float8_e4m3fn, scale="fp32", target=target, offsets=offsets)
+    launches = plan_quantize(q) if offsets is None else plan_quantize_grouped(q)
+
+    def call() -> tuple[Tensor, Tensor]:
+        for launch in launches:
+            launch.run()
+        return q.out.data, q.out.scale
+
+    return call
 
 
 def _blockwise(experts: Experts) -> Call:
@@ -335,7 +365,7 @@ def _composed(x: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor) -> Tens
 
 SUITES = {
     "forward": Suite(PRODUCTS, forward_cases, tables.products, axes="E,M,N,K"),
-    "few": Suite(FEW, few_cases, tables.layers, axes="E,M,N,K"),
+    "few": Suite(FEW, few_cases, tables.small, graphs=True, axes="E,M,N,K"),
     "wgrad": Suite(PRODUCTS, wgrad_cases, tables.products, axes="E,M,N,K"),
     "deepgemm": Suite(DEEPGEMM_GROUPS, forward_cases, tables.layers, axes="E,M,N,K"),
     "deepgemm-masked": Suite(DEEPGEMM_MASKED, masked_cases, tables.layers, axes="E,M,C,N,K"),

@@ -73,6 +73,18 @@ def torchao_quantizer(name: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     return quantizer
 
 
+def torchao_column_scales(x: Tensor, offsets: Tensor) -> Call:
+    """torchao's quantizer of groups of rows of `x (M, N)`, with a scale for each group and column."""
+    kernels: Any = importlib.import_module("torchao.prototype.moe_training.kernels.jagged_float8_scales")
+    return partial(kernels.triton_fp8_per_group_colwise_scales, x, offsets)
+
+
+def torchao_row_scales(w: Tensor) -> Call:
+    """torchao's quantizer of experts `w (E, K, N)`, with a scale for each row of N elements, which then are a line."""
+    kernels: Any = importlib.import_module("torchao.prototype.moe_training.kernels.float8_rowwise")
+    return partial(kernels.triton_fp8_rowwise_3d_transpose_rhs, w)
+
+
 def deep_gemm(a: ScaledTensor, b: ScaledTensor) -> Call:
     """DeepGEMM's `fp8_gemm_nt`: `a (M, K)` in (1, 128), `b (K, N)` in (128, 128), into an output made beforehand."""
     module: Any = importlib.import_module("deep_gemm")

@@ -22,11 +22,12 @@ from fp8fn import cli
 from fp8fn.bench import decoder, llm84, moe, overhead, peers, plot, quant, record, tables
 from fp8fn.bench.accuracy import SampledProduct, snr_db, worst
 from fp8fn.bench.command import Suite, peer_names, sizes
-from fp8fn.bench.experts import CountedExperts, Experts
+from fp8fn.bench.experts import TOP_K, CountedExperts, Experts, group_sizes
 from fp8fn.bench.layer import Layer, normal
 from fp8fn.bench.measure import Case, Row, measure
 from fp8fn.bench.shapes import ANCHORS, DEEPGEMM, LLM84, QUANT, SILU_MUL, SMALL, TRAINING, Shape, shape
 from fp8fn.cli.environment import device_name
+from fp8fn.ops.targets import SM90
 from fp8fn.timing import Call, CpuClock, GpuClock, Schedule, Timing, flush_bytes, interleaved, lead_us
 
 CPU = torch.device("cpu")
@@ -606,6 +607,31 @@ def test_the_l2_is_emptied_by_reads_before_quantizers() -> None:
     flushed_by_reads = {name for name, suite in moe.SUITES.items() if suite.schedule.flush == "reads"}
     assert flushed_by_reads == {"quant", "weights"}
     assert quant.SUITES["quant"].schedule.flush == "reads"
+
+
+def test_routed_rows_are_of_distinct_experts() -> None:
+    """Each token has `TOP_K` of them, of which those with large weights are drawn more often."""
+    assert sorted(group_sizes(64, TOP_K, "routed")) == [0] * (64 - TOP_K) + [1] * TOP_K
+    sizes = group_sizes(64, 100 * TOP_K, "routed")
+    assert sum(sizes) == 100 * TOP_K
+    assert max(sizes) > 60 > 3 * min(sizes)
+    assert sizes == group_sizes(64, 100 * TOP_K, "routed")
+    assert group_sizes(TOP_K, 3 * TOP_K, "routed") == [3] * TOP_K
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["rows of experts", "columns of groups"])
+def test_a_quantizer_by_triton_is_the_same_quantizer(monkeypatch: pytest.MonkeyPatch, groups: bool) -> None:
+    launch = pytest.importorskip("fp8fn.ops.triton.launch").TritonLaunch
+    monkeypatch.setattr(launch, "run", launch.interpret)
+    monkeypatch.setattr(moe, "target_of", lambda _: SM90)
+    if groups:
+        x, offsets = torch.randn(70, 48).bfloat16(), torch.tensor([30, 30, 70], dtype=torch.int32)
+        found, expected = moe._by_triton(x, offsets)(), fp8fn.quantize_grouped(x, offsets, block=-1)
+    else:
+        w = torch.randn(2, 48, 96).bfloat16().mT
+        found, expected = moe._by_triton(w)(), fp8fn.quantize(w, (1, -1))
+    assert torch.equal(found[0].view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(found[1], expected.scale)
 
 
 @pytest.mark.parametrize("module", ["dense", "wgrad", "linear", "quant"])
