@@ -20,9 +20,10 @@ from fp8fn.ops.layout import matrix_strides
 from fp8fn.ops.targets import Target
 
 if TYPE_CHECKING:
+    from fp8fn.ops.cuda.quantize import turn as cuda
     from fp8fn.ops.triton import turn as triton
 else:
-    triton = deferred("fp8fn.ops.triton.turn")
+    cuda, triton = deferred("fp8fn.ops.cuda.quantize.turn"), deferred("fp8fn.ops.triton.turn")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,7 +71,10 @@ TURN: Final = Dispatch(
     op="column_major",
     inputs=("x",),
     operands=_operands,
-    kernels=(Kernel("triton", _no_triton, no_config, lambda turn, _: triton.plan_turn(turn.x, turn.out, turn.target)),),
+    kernels=(
+        Kernel("cuda", cuda.accepts, no_config, cuda.plan),
+        Kernel("triton", _no_triton, no_config, lambda turn, _: triton.plan_turn(turn.x, turn.out, turn.target)),
+    ),
     reference=_copied,
     unserved=_unserved,
 )

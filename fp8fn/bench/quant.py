@@ -23,6 +23,7 @@ from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
 from fp8fn.bench.shapes import QUANT, SILU_MUL
 from fp8fn.ops.layout import Block, scale_shape
+from fp8fn.ops.turn import column_major
 from fp8fn.timing import Call, Schedule
 
 ROW, COL, SQUARE, WHOLE = (1, 128), (128, 1), (128, 128), (-1, -1)
@@ -58,6 +59,10 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         amax = torch.ops.fp8fn.amax(x, WHOLE)
         return lambda: torch.ops.fp8fn.quantize_dual(x, WHOLE, None, "fp32", amax)
 
+    def other_layout() -> Call:
+        data = fp8fn.quantize(x, SQUARE).data
+        return lambda: column_major(data)
+
     copy = torch.empty_like(x)
     return [
         case("fp8fn", "(1,128)", [ROW], lambda: lambda: fp8fn.quantize(x, ROW), _single),
@@ -91,6 +96,7 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
             torchao_pair,
             lambda result: [*_from_parts(ROW)(result[0]), *_from_parts(COL)(result[1])],
         ),
+        Case("fp8fn", "FP8 to the other layout", other_layout, bytes=2.0 * m * n),
         Case("torch", "copy", lambda: lambda: copy.copy_(x), None, bytes=4.0 * m * n, ceiling=True),
     ]
 

@@ -496,7 +496,7 @@ RUNS = [
     (("wgrad", "--shape", "128,256,128"), 7, "products", {"dB"}),
     (("linear", "--shape", "128,256,128"), 6, "products", {"out", "dA", "dB"}),
     (("linear", "--suite", "llm84", "--shape", "128,128,256"), 6, "llm84", {"out"}),
-    (("quant", "--shape", "128,256"), 14, "quant", {"(1, 128)"}),
+    (("quant", "--shape", "128,256"), 15, "quant", {"(1, 128)"}),
     (("quant", "--suite", "silu_mul", "--shape", "128,256"), 7, "quant", {"product", "gate", "up"}),
 ]
 

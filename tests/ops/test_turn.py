@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +15,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8fn.ops import targets
+from fp8fn.ops.cuda.quantize import turn as cuda
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import matrix_strides
 from fp8fn.ops.scaled_mm import contiguous_along_k
-from fp8fn.ops.targets import SM90
+from fp8fn.ops.targets import SM89, SM90
 from fp8fn.ops.triton.turn import plan_turn
 from fp8fn.ops.turn import TURN, Turn, column_major
 
@@ -58,12 +62,60 @@ def test_the_copy_on_a_cpu(dtype: torch.dtype) -> None:
         checked(x, column_major(x))
 
 
-def test_without_triton_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_on_each_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's is in CUDA C++, which a process has compiled before and loads: Triton takes most of a second."""
     x = codes(4, 16).view(E4M3)
-    operands = Turn(x=x, out=torch.empty_strided((4, 16), (1, 16), dtype=E4M3), target=SM90)
-    assert TURN.choose(operands).describe() == "triton by default"
+    given = Turn(x=x, out=torch.empty_strided((4, 16), (1, 16), dtype=E4M3), target=SM90)
+    other = replace(given, target=SM89)
+    assert TURN.choose(given).describe() == "cuda by default"
+    assert TURN.choose(other).describe() == "triton by default; not cuda: sm89 is not sm90"
     monkeypatch.setattr("fp8fn.ops.turn.find_spec", lambda _: None)
-    assert TURN.choose(operands).describe() == "reference by default; not triton: triton is not installed"
+    assert TURN.choose(given).describe() == "cuda by default"
+    expected = "reference by default; not cuda: sm89 is not sm90; not triton: triton is not installed"
+    assert TURN.choose(other).describe() == expected
+
+
+def test_what_the_kernel_of_hopper_does_not_address() -> None:
+    def fault(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+        x = torch.empty_strided(shape, strides, dtype=E4M3, device="meta")
+        out = torch.empty_strided(shape, matrix_strides(shape, True, 16), dtype=E4M3, device="meta")
+        return cuda.accepts(Turn(x=x, out=out, target=SM90))
+
+    assert fault((5, 300, 64), (300 * 64, 64, 1)) is None
+    assert fault((5, 300, 70), (300 * 80, 80, 1)) is None
+    assert fault((5, 300, 70), (0, 80, 1)) == "x has strides (0, 80, 1): its matrices do not follow each other"
+    assert fault((2, 2**31 - 1), (2**31 - 1, 1)) == "x has shape (2, 2147483647), past 32 bits"
+    assert fault((300, 70), (70, 1)) == "rows of x begin at no multiples of 16 bytes"
+    assert fault((2**24, 16), (16, 1)) == "x has shape (16777216, 16), more than 65535 blocks of rows or matrices"
+
+
+def test_a_first_product_on_hopper_imports_no_triton() -> None:
+    """Of operands that it quantizes, one of which it turns. The import took the first call 0.8 s."""
+    code = """
+import sys
+import torch
+import fp8fn
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.quantize import QUANTIZE
+from fp8fn.ops.scaled_mm import SCALED_MM
+from fp8fn.ops.targets import SM90
+from fp8fn.ops.turn import TURN, Turn
+
+x, e4m3 = torch.empty(256, 256, dtype=torch.bfloat16, device="meta"), torch.float8_e4m3fn
+a, b = (Quantization(x=x, block=block, dtype=e4m3, scale="fp32", target=SM90) for block in ((1, 128), (128, 128)))
+turned = torch.empty(256, 256, dtype=e4m3, device="meta").mT
+turn = Turn(x=b.out.data, out=turned, target=SM90)
+product = ScaledProduct(a=a.out, b=Quantized(turned, *b.out[1:]), bias=None, out=x, target=SM90)
+names = []
+for dispatch, given in ((QUANTIZE, a), (QUANTIZE, b), (TURN, turn), (SCALED_MM, product)):
+    names += [launch.name for launch in dispatch.choose(given).plan(given)]
+assert "triton" not in sys.modules
+print(*names)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.split() == ["quantize", "quantize", "turn", "scaled_mm"], found.stderr
 
 
 @pytest.mark.gpu

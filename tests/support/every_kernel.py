@@ -42,13 +42,14 @@ from fp8fn.ops.cuda.quantize import (
     rms_norm,
     silu_mul,
     stream_columns,
+    turn,
     walk_columns,
 )
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import Block, matrix_strides
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization, Source
@@ -492,6 +493,20 @@ def _whole_rows(place: Place, target: Target) -> Forms:
         yield Form(f"{shape}", quantize_rows.plan(q, quantize_rows.configure(q)), operands)
 
 
+def _turn(place: Place, target: Target) -> Forms:
+    """Whole tiles, tiles that do not fit, and a batch."""
+    for name, shape in (("even", (256, 512)), ("ragged", (170, 300)), ("batch", (3, 33, 64))):
+        operands = Operands(place)
+        x = operands.input("x", shape, E4M3, strides=matrix_strides(shape, False, 16))
+        out = operands.output("out", shape, E4M3, strides=matrix_strides(shape, True, 16))
+        operands.expected = partial(_same, x)
+        yield Form(name, (turn.plan_turn(x, out, target),), operands)
+
+
+def _same(x: Tensor) -> dict[str, Expected]:
+    return {"out": Expected(x)}
+
+
 SIZES: Final = ([0, 1, 1000, 17, 500], 5)
 WIDTH: Final = 200
 
@@ -710,6 +725,7 @@ CUDA: Final = (
         far=(("grad", -2), ("gate", -2), ("up", -2), ("gate_scale", -1)),
     ),
     KernelInfo("row_rstd.cu", _row_rstd, 1e-6, 1e-6, nan=("x",), far=(("x", -2),)),
+    KernelInfo("turn.cu", _turn, emulated=("even", "ragged", "batch"), far=(("x", -2),)),
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@
 // of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, K_CHUNK, RESIDENT (blocks a multiprocessor).
 #include "a16w8.cuh"
 #include "few_rows.cuh"
+#include "turn_bytes.cuh"
 
 constexpr int UNIT = K_CONTIGUOUS ? 64 : 32;  // of K
 constexpr int DEPTH = UNIT / 4;  // of K, for each thread
@@ -37,16 +38,6 @@ struct Unit {
     uint4 piece[PIECES];
     float scale[SCALES];
 };
-
-// Transposes 4 x 4 bytes: bytes c of four words become word c.
-INLINE void turn(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, uint32_t (&turned)[4]) {
-    const uint32_t low01 = __byte_perm(w0, w1, 0x5140), high01 = __byte_perm(w0, w1, 0x7362);
-    const uint32_t low23 = __byte_perm(w2, w3, 0x5140), high23 = __byte_perm(w2, w3, 0x7362);
-    turned[0] = __byte_perm(low01, low23, 0x5410);
-    turned[1] = __byte_perm(low01, low23, 0x7632);
-    turned[2] = __byte_perm(high01, high23, 0x5410);
-    turned[3] = __byte_perm(high01, high23, 0x7632);
-}
 
 // Loads the right operand: row `group` of every slice of x, from byte `at` of the row on.
 INLINE void load_rows(uint32_t (&b)[SLICES][DEPTH / 2], const char* memory, int pitch, int rows, int group, int at) {
@@ -176,7 +167,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
                     for (int j = 0; j < DEPTH / 4; ++j) {
                         auto line = [&](int i) { return word(unit.piece[(4 * j + i) % PIECES], quad + 2 * half); };
-                        turn(line(0), line(1), line(2), line(3), turned[half][j]);
+                        turn_bytes(line(0), line(1), line(2), line(3), turned[half][j]);
                     }
                 }
 #pragma unroll
