@@ -146,6 +146,19 @@ def test_no_experts_of_odd_sizes_spill_on_hopper(tokens: int, block: Block) -> N
     assert_no_spills(launch.resources(), SM90)
 
 
+def test_experts_whose_lines_run_along_n_do_not_spill_on_hopper() -> None:
+    """By two warps 2 registers spilled."""
+    x, out = (torch.empty(8, size, dtype=BF16, device="meta") for size in (768, 4112))
+    w, bias = torch.empty(8, 768, 4112, dtype=E5M2, device="meta"), torch.empty(8, 4112, dtype=BF16, device="meta")
+    scaled = ScaledTensor(w, empty_scale(w, (128, 1), "fp32"), (128, 1))
+    offsets = torch.empty(8, dtype=torch.int32, device="meta")
+    product = WeightProduct(x=x, w=quantized(scaled), offsets=offsets, bias=bias, out=out, target=SM90)
+    config = configure(product)
+    assert (config.BM, config.BN, config.BK) == (16, 64, 128)
+    (launch,) = plan_grouped_mm_a16w8(product, config)
+    assert_no_spills(launch.resources(), SM90)
+
+
 def test_machine_code() -> None:
     """16-bit products by the matrix units, from wide loads."""
     for target, instruction, tokens in (
