@@ -359,6 +359,22 @@ class TestPeers:
         once, twice = (peers.torchao_linear(use_triton)(layer.x, layer.w) for use_triton in (False, True))
         assert torch.equal(2 * once, twice)
 
+    def test_torchao_tunes_its_quantizer_of_groups_for_each_shape(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its tuner would keep the tiles of 16 groups, of 2048 rows, for 64 groups of 260 rows."""
+        kernels = ModuleType("kernels")
+        tuned = [SimpleNamespace(cache={(16640,): "2048 rows"}) for _ in range(2)]
+        vars(kernels).update(
+            triton_fp8_per_group_colwise_scales=lambda *args: args,
+            _triton_fp8_per_group_colwise_scales_kernel=tuned[0],
+            _triton_fp8_per_group_colwise_scales_fused_kernel=tuned[1],
+        )
+        name = "torchao.prototype.moe_training.kernels.jagged_float8_scales"
+        monkeypatch.setitem(sys.modules, name, kernels)
+        x, offsets = torch.ones(4, 8), torch.tensor([2, 4])
+        call = peers.torchao_column_scales(x, offsets)
+        assert [kernel.cache for kernel in tuned] == [{}, {}]
+        assert call() == (x, offsets)
+
 
 class TestMeasure:
     def test_rows(self) -> None:
