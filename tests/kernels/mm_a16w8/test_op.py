@@ -271,6 +271,17 @@ def test_no_product_of_odd_sizes_spills_on_hopper(m: int, block: Block) -> None:
         assert_no_spills(plan_mm_a16w8(product, config)[0].resources(), SM90)
 
 
+@pytest.mark.parametrize(("block", "warps"), [((1, -1), 8), ((1, 128), 8), ((1, 32), 4)], ids=str)
+def test_no_gradient_spills_on_cdna3(block: Block, warps: int) -> None:
+    """By Triton 3.6, 4 warps fail to compile with one scale for each element of K; 8 spill with more than one."""
+    for n, k in ((4096, 2048), (4094, 4090)):
+        product = operands(200, n, k, block, contiguous="N", fp8=torch.float8_e4m3fnuz)
+        product = replace(product, target=GFX942)
+        config = configure(product)
+        assert config.num_warps == warps
+        assert_no_spills(plan_mm_a16w8(product, config)[0].resources(), GFX942)
+
+
 def test_machine_code_multiplies_16_bits_and_hopper_takes_the_weight_from_registers() -> None:
     ptx = offline(SM90, (128, 128), 4096).compile().asm["ptx"]
     assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n128k16\.f32\.bf16\.bf16 \{[^}]*\}, \{", ptx)
