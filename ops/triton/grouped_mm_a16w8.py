@@ -18,7 +18,7 @@ from fp8fn.ops.triton.mm_a16w8 import (
     A16W8Config,
     by_float32,
     choose_config,
-    is_aligned,
+    in_lines,
     store_tile,
     weight_tile,
     with_bias,
@@ -99,7 +99,7 @@ def plan_grouped_mm_a16w8(product: WeightProduct, config: A16W8Config) -> tuple[
 
 def configure(product: WeightProduct) -> A16W8Config:
     """The configuration for the mean number of rows in a group, and the columns of all experts that may have rows."""
-    groups, target, aligned = product.group_ends.shape[0], product.target, is_aligned(product)
+    groups, target, aligned = product.group_ends.shape[0], product.target, in_lines(product)
     rows, columns = ceil_div(product.m, groups), product.n * min(groups, product.m)
     config = choose_config(rows, columns, product.w.block, product.x.dtype, target, aligned=aligned)
     along_k = product.w.data.stride(1) == 1

@@ -24,6 +24,7 @@ from fp8fn.ops.triton.overlap import overlapping, overlaps, wait
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile, tile_scales
 from fp8fn.ops.triton.views import batch_stride, batched, ceil_div, is_wide
+from fp8fn.ops.tuning import amd
 from fp8fn.ops.tuning.amd_kernels import MM_A16W8
 
 if TYPE_CHECKING:
@@ -274,13 +275,18 @@ def by_float32(target: Target) -> bool:
 def configure(product: WeightProduct) -> A16W8Config:
     """The default configuration of a product; see `choose_config`."""
     product = product.as_matrix()
-    columns, aligned = product.n * product.batch, is_aligned(product)
+    columns, aligned = product.n * product.batch, in_lines(product)
     return choose_config(product.m, columns, product.w.block, product.x.dtype, product.target, aligned=aligned)
 
 
 def is_aligned(product: WeightProduct | WeightProblem) -> bool:
     """Whether the lines of a contiguous `x` and weight are multiples of 16, so that no load is of single bytes."""
     return product.k % 16 == 0 and product.n % 16 == 0
+
+
+def in_lines(product: WeightProduct) -> bool:
+    """Whether no load of `x` and the weight, where they lie, is of single elements, as of slices of wider rows."""
+    return is_aligned(product) and amd.is_aligned(product.x, product.w.data, product.out)
 
 
 def choose_config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,6 +157,15 @@ def test_experts_whose_lines_run_along_n_do_not_spill_on_hopper() -> None:
     config = configure(product)
     assert (config.BM, config.BN, config.BK) == (16, 64, 128)
     (launch,) = plan_grouped_mm_a16w8(product, config)
+    assert_no_spills(launch.resources(), SM90)
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(1024, (128, 128)), (400, (-1, 1)), (1024, (128, 1))], ids=str)
+def test_rows_that_are_slices_of_wider_ones_do_not_spill_on_hopper(tokens: int, block: Block) -> None:
+    """They are loaded by single elements, for which the tile of whole lines spilled 60 to 602 registers."""
+    x = torch.empty(tokens, 2056, dtype=BF16, device="meta")[:, :2048]
+    product = replace(offline(SM90, block, tokens), x=x)
+    (launch,) = plan_grouped_mm_a16w8(product, configure(product))
     assert_no_spills(launch.resources(), SM90)
 
 

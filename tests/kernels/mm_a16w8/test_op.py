@@ -271,6 +271,14 @@ def test_no_product_of_odd_sizes_spills_on_hopper(m: int, block: Block) -> None:
         assert_no_spills(plan_mm_a16w8(product, config)[0].resources(), SM90)
 
 
+@pytest.mark.parametrize("block", [(128, 128), (-1, 1)], ids=str)
+def test_no_product_of_rows_that_are_slices_of_wider_ones_spills_on_hopper(block: Block) -> None:
+    """They are loaded by single elements, for which the tile of whole lines spilled registers."""
+    product = operands(300, 4096, 2048, block)
+    product = replace(product, x=torch.empty(300, 2056, dtype=BF16, device="meta")[:, :2048])
+    assert_no_spills(plan_mm_a16w8(product, configure(product))[0].resources(), SM90)
+
+
 @pytest.mark.parametrize(("block", "warps"), [((1, -1), 8), ((1, 128), 8), ((1, 32), 4)], ids=str)
 def test_no_gradient_spills_on_cdna3(block: Block, warps: int) -> None:
     """By Triton 3.6, 4 warps fail to compile with one scale for each element of K; 8 spill with more than one."""
