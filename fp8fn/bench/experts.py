@@ -28,6 +28,8 @@ def group_sizes(experts: int, tokens: int, distribution: str) -> list[int]:
     """
     weights = [1.0 if distribution == "balanced" else (rank + 1) ** -1.2 for rank in range(experts)]
     if distribution == "routed":
+        if tokens % TOP_K or experts < TOP_K:
+            raise ValueError(f"M={tokens}, E={experts}: M must be a multiple of {TOP_K}, and E {TOP_K} or more")
         return _routed(weights, tokens // TOP_K)
     sizes = [int(tokens * weight / sum(weights)) for weight in weights]
     sizes[0] += tokens - sum(sizes)

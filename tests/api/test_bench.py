@@ -635,6 +635,13 @@ def test_routed_rows_are_of_distinct_experts() -> None:
     assert group_sizes(TOP_K, 3 * TOP_K, "routed") == [3] * TOP_K
 
 
+@pytest.mark.parametrize(("experts", "rows"), [(16, TOP_K // 2), (16, TOP_K + 1), (TOP_K - 1, TOP_K)])
+def test_rows_that_no_expert_would_have_are_not_routed(experts: int, rows: int) -> None:
+    """A product of fewer rows than the table names was timed, and of 4 rows none was compared."""
+    with pytest.raises(ValueError, match=rf"M={rows}, E={experts}: M must be a multiple of 8, and E 8 or more"):
+        group_sizes(experts, rows, "routed")
+
+
 @pytest.mark.parametrize("groups", [False, True], ids=["rows of experts", "columns of groups"])
 def test_a_quantizer_by_triton_is_the_same_quantizer(monkeypatch: pytest.MonkeyPatch, groups: bool) -> None:
     launch = pytest.importorskip("fp8fn.ops.triton.launch").TritonLaunch
