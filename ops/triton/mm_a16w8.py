@@ -314,9 +314,10 @@ def choose_config(
     elif m <= 64:
         tile = _tile_of_few_rows(m, n, depth, target, aligned)
     elif target.backend == "hip":
-        # Triton 3.6 fails to compile 4 warps for bfloat16 by N-contiguous lines with one scale for each element of K.
-        # With a scale for 32 columns 8 warps spill 1 to 45 registers.
-        warps = 8 if per_element and (w_block[1] == WHOLE or w_block[1] >= 128) else 4
+        # Triton 3.6 fails to compile 4 warps for bfloat16 by N-contiguous lines with one scale for each element of K on
+        # gfx942. With a scale for 32 columns 8 warps spill 1 to 45 registers, and on gfx950 by Triton 3.8 1 or 2.
+        one = w_block[1] == WHOLE or w_block[1] >= 128
+        warps = 8 if target.arch == "gfx942" and per_element and one else 4
         tile = A16W8Config(BM=128, BN=128, BK=min(depth, 64), num_warps=warps, num_stages=2)
     else:
         # Lines that are no multiples of 16 are loaded by single bytes: with 128 columns 2 to 98 registers spill. On

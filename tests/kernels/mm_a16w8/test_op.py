@@ -287,6 +287,7 @@ def test_no_gradient_spills_on_cdna3(block: Block, warps: int) -> None:
         product = replace(product, target=GFX942)
         config = configure(product)
         assert config.num_warps == warps
+        assert configure(replace(product, target=GFX950)).num_warps == 4  # 8 spill 1 or 2 registers by Triton 3.8
         assert_no_spills(plan_mm_a16w8(product, config)[0].resources(), GFX942)
 
 
