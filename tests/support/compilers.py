@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from importlib.metadata import version
@@ -58,5 +59,7 @@ def skip_frames_of_calls(target: Target) -> None:
 
 
 def assert_no_spills(used: Resources, target: Target) -> None:
-    assert (used.spills, used.scratch) == (0, 0), used
+    """No registers in memory, and it fits. `FP8FN_TEST_SPILLS=allowed` is for other releases than the pinned Triton."""
+    if os.environ.get("FP8FN_TEST_SPILLS") != "allowed":
+        assert (used.spills, used.scratch) == (0, 0), used
     assert used.shared <= SHARED[target.name], used
