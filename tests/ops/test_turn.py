@@ -90,7 +90,7 @@ def test_what_the_kernel_of_hopper_does_not_address() -> None:
 
 
 def test_a_first_product_on_hopper_imports_no_triton() -> None:
-    """Of operands that it quantizes, one of which it turns. The import took the first call 0.8 s."""
+    """The product quantizes both operands and turns one. Triton's import took the first call 0.8 s."""
     code = """
 import sys
 import torch
