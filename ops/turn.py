@@ -72,7 +72,7 @@ TURN: Final = Dispatch(
     inputs=("x",),
     operands=_operands,
     kernels=(
-        Kernel("cuda", cuda.accepts, no_config, cuda.plan),
+        Kernel("cuda", cuda.accepts, no_config, lambda turn, _: cuda.plan_turn(turn.x, turn.out, turn.target)),
         Kernel("triton", _no_triton, no_config, lambda turn, _: triton.plan_turn(turn.x, turn.out, turn.target)),
     ),
     reference=_copied,

@@ -500,7 +500,7 @@ def _turn(place: Place, target: Target) -> Forms:
         x = operands.input("x", shape, E4M3, strides=matrix_strides(shape, False, 16))
         out = operands.output("out", shape, E4M3, strides=matrix_strides(shape, True, 16))
         operands.expected = partial(_same, x)
-        yield Form(name, (turn.plan_turn(x, out, target),), operands)
+        yield Form(name, turn.plan_turn(x, out, target), operands)
 
 
 def _same(x: Tensor) -> dict[str, Expected]:

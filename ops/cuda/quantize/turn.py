@@ -28,16 +28,11 @@ def accepts(given: Turn) -> str | None:
     return None if is_aligned(given.x) else "rows of x begin at no multiples of 16 bytes"
 
 
-def plan(given: Turn, _: None = None) -> tuple[CudaLaunch]:
-    """The launch on data that the kernel accepts."""
-    return (plan_turn(given.x, given.out, given.target),)
-
-
-def plan_turn(x: Tensor, out: Tensor, target: Target) -> CudaLaunch:
+def plan_turn(x: Tensor, out: Tensor, target: Target) -> tuple[CudaLaunch]:
     """The launch that copies `x (..., M, N)` to `out`, whose columns are contiguous and begin at multiples of 16."""
     (m, n), (rows, columns) = x.shape[-2:], _TILE
     macros = {"EVEN": int(m % rows == 0 and n % columns == 0)}
-    return CudaLaunch(
+    launch = CudaLaunch(
         kernel=CudaKernel("turn.cu", "turn", tuple(macros.items())),
         grid=(-(-n // columns), -(-m // rows), x.shape[:-2].numel()),
         threads=_THREADS,
@@ -46,3 +41,4 @@ def plan_turn(x: Tensor, out: Tensor, target: Target) -> CudaLaunch:
         options=macros,
         target=target,
     )
+    return (launch,)
