@@ -14,7 +14,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred, no_config
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block, swap
+from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import Target, hopper_fault
@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 else:
     triton = deferred("fp8fn.ops.triton.dequantize")
 
-# Where it was the faster one on an H200 (2026-11-29, weights of 4096 x 4096 and more, both in turns): at least 1.07x at
-# 4096 rows and 1.11x at 8192; the same at 2048.
-_LEAST_ROWS: Final = 3072
-_LEAST_OPERATIONS: Final = 2**36
-# A weight with contiguous rows, as in the gradient of the activations, has no kernel in CUDA C++. This border is an
+# A weight with contiguous rows, as in the gradient of the activations, has no kernel in CUDA C++. The border is an
 # estimate, by the bytes that the dequantized weight costs.
-_LEAST_ROWS_OF_TRITON: Final = 512
+_LEAST_ROWS: Final = 512
 # Bytes that the weight may take in 16 bits while it is multiplied.
 _MOST_BYTES: Final = 512 << 20
 _BLOCKS: Final = ((128, 128), (1, 128), (1, WHOLE), (WHOLE, WHOLE))
@@ -119,21 +115,12 @@ class DequantizedLaunch(Launch):
 
 def _multiply(x: Tensor, w: Quantized, bias: Tensor | None, out: Tensor) -> None:
     """Fills `out`. Autocast would change the types of a product that makes its own result."""
-    data, scale, block = w
-    if _by_columns(data):
-        weight = dequantized(data.mT, scale.mT, swap(block), x.dtype).mT
-    else:
-        weight = dequantized(data, scale, block, x.dtype)
+    weight = dequantized(*w, x.dtype)
     rows, result = x.flatten(0, -2), out.flatten(0, -2)
     if bias is None:
         torch.mm(rows, weight, out=result)
     else:
         torch.addmm(bias, rows, weight, out=result)
-
-
-def _by_columns(w: Tensor) -> bool:
-    """Whether the columns of `w (K, N)` are contiguous, as those of a layer's weight in its forward are."""
-    return w.stride(0) == 1
 
 
 def accepts(product: WeightProduct) -> str | None:
@@ -147,12 +134,10 @@ def accepts(product: WeightProduct) -> str | None:
         return (
             f"x has dtype {x.dtype} and out {product.out.dtype}, not both bfloat16, which has the range of the scales"
         )
-    if w.ndim != 2 or 1 not in w.stride():
-        return f"w has shape {tuple(w.shape)} and strides {w.stride()}, and is no matrix with a contiguous axis"
-    if (swap(block) if _by_columns(w) else block) not in _BLOCKS or w_scale.dtype != torch.float32:
-        return (
-            f"scales of {w_scale.dtype} in blocks of {block} are not float32 ones that hold along its contiguous axis"
-        )
+    if w.ndim != 2 or w.stride(1) != 1:
+        return f"w has shape {tuple(w.shape)} and strides {w.stride()}, and is no matrix of contiguous rows"
+    if block not in _BLOCKS or w_scale.dtype != torch.float32:
+        return f"scales of {w_scale.dtype} in blocks of {block} are not float32 ones that hold along a row"
     if bias is not None and (bias.ndim != 1 or bias.dtype != x.dtype):
         return f"bias has shape {tuple(bias.shape)} and dtype {bias.dtype}, and is no row of {x.dtype}"
     return None
@@ -160,9 +145,8 @@ def accepts(product: WeightProduct) -> str | None:
 
 def untuned(product: WeightProduct) -> str | None:
     """None where it was found to be the faster one."""
-    rows, by_columns = product.x.shape[:-1].numel(), _by_columns(product.w.data)
-    few = rows < (_LEAST_ROWS if by_columns else _LEAST_ROWS_OF_TRITON)
-    if few or (by_columns and 2 * rows * product.w.data.numel() < _LEAST_OPERATIONS):
+    rows = product.x.shape[:-1].numel()
+    if rows < _LEAST_ROWS:
         return f"M={rows} rows do not pay for a weight that is written in 16 bits"
     if 2 * product.w.data.numel() > _MOST_BYTES:
         return f"the weight would take {2 * product.w.data.numel() >> 20} MB in 16 bits"

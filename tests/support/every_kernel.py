@@ -283,7 +283,17 @@ def _mm_a16w8(place: Place, target: Target) -> Forms:
     for config, block in zip(MANY[::3], cycle(WEIGHT_BLOCKS), strict=False):
         k = 2 * config.STAGES * config.K_PARTS * BK + 16
         operands, given = made(2 * config.BM + 9, 2 * config.BN + 8, k, block, place)
+        if config.BM > 128 and SCALES[block] != "LINE":
+            operands.expected = partial(_of_rounded_weight, given)
         yield Form(f"{config}", mm_a16w8.plan(given, config), operands)
+    for config, dtype in product(
+        (mm_a16w8.ManyRowsConfig(160, TURNS=True), mm_a16w8.ManyRowsConfig(64, 1, 4, TURNS=True)), (BF16, FP16)
+    ):
+        k = 33 * BK + 16  # scales of 128 columns are loaded anew on the way
+        operands, given = made(config.BM + 9, config.BN + 8, k, first, place, dtype=dtype)
+        if config.BM > 128 and dtype == BF16:
+            operands.expected = partial(_of_rounded_weight, given)
+        yield Form(f"long {dtype} {config}", mm_a16w8.plan(given, config), operands)
     for config in (
         mm_a16w8.ManyRowsConfig(128, 1, 1, MATH=1, RESIDENT=4),
         mm_a16w8.ManyRowsConfig(64, 1, 3, K_PARTS=2, RESIDENT=1),
@@ -300,6 +310,11 @@ def _mm_a16w8(place: Place, target: Target) -> Forms:
             operands, given = made(config.BM + 9, config.BN + 8, k, first, place)
             launches = mm_a16w8.plan(replace(given, constant=True), config)
             yield Form(f"constant K{k} {config}", launches, operands)
+
+
+def _of_rounded_weight(given: WeightProduct) -> dict[str, Expected]:
+    """Tiles of more than 128 rows of bfloat16 round the weight, scaled, to it."""
+    return {"out": kernel_info.product(given.x, dequantized(given.w).to(BF16), given.bias)}
 
 
 def _splitk_a16w8(place: Place, target: Target) -> Forms:
@@ -684,7 +699,7 @@ CUDA: Final = (
     ),
     KernelInfo(
         "mm_a16w8.cu", _mm_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,
-        emulated=("128x64/1 stages1", "constant K"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+        emulated=("128x64/1 stages1", "constant K", f"long {BF16} 64x128"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
     ),
     KernelInfo(
         "splitk_a16w8.cu", _splitk_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,

@@ -15,9 +15,10 @@
 // multiprocessor hide each other's latency; with IN_FLIGHT the rings hold all of K.
 //
 // Scales. Where the scale changes along K, each product goes into a temporary that is scaled and added to the
-// accumulators. With more than 128 rows the temporary would not fit into registers. There the widened weight is
-// multiplied by the power of two in its scale, which is exact, and the accumulators are kept in units of the rest of
-// the scale, from 1 to 2: before each K tile they are multiplied by the change of that unit.
+// accumulators. With more than 128 rows the temporary would not fit into registers. There a weight for bfloat16 is
+// multiplied by its scale when it is widened, and rounded once. For float16, which has not the range of the scales, the
+// widened weight is multiplied by the power of two in its scale, which is exact, and the accumulators are kept in units
+// of the rest of the scale, from 1 to 2: before each K tile they are multiplied by the change of that unit.
 //
 // Overlap. The kernel uses programmatic dependent launch. Before it waits for the launches before it, it prefetches the
 // weight to the L2. Of a constant weight (W_CONSTANT: no launch that may still run writes the weight or its scales) a
@@ -49,7 +50,11 @@ constexpr int X_BYTES = 2 * X_HALF;  // of a stage
 constexpr int OUT_ROWS = 32;
 constexpr int OUT_BYTES = OUT_ROWS * 128;  // of an output buffer, 64 columns
 constexpr bool HOLDS = SCALE == LINE || ONCE;  // one scale holds for all of K
-constexpr bool IN_UNITS = !HOLDS && BM > 128;  // accumulators are in units of the scale without its power of two
+constexpr bool ROUNDED = !HOLDS && BM > 128 && IS_BF16<XType>;  // the scaled weight is
+constexpr bool IN_UNITS =
+    !HOLDS && BM > 128 && !ROUNDED;  // accumulators are in units of the scale without its power of two
+constexpr bool IN_RUNS = SCALE == BLOCK && PERSISTENT && !HOLDS;  // scales of RUN K tiles are loaded at a time
+constexpr int RUN = 32;  // as many as a warp has lanes
 constexpr int PREFETCHED = 8;  // K tiles of w, to the L2
 static_assert(WIDTH % OUT_ROWS == 0, "the accumulators of a slice leave as whole parts");
 static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take turns over the border of tiles too");
@@ -199,6 +204,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             }
             return pair;
         };
+        // For 64 columns that have one scale a K tile: the scale of K tile `first + lane`.
+        auto run_of = [&](const Tile& tile, int first) {
+            const int k = first + lane, chunk = tile.n + column;
+            if (k >= tile.k_stop || chunk >= problem.N) return 0.0f;
+            return load_constant(w_scale + int64_t(tile.batch * w_batched) * s_batch + int64_t(k) * s_k +
+                                 int64_t(chunk / 128) * s_n);
+        };
         auto bias_of = [&]([[maybe_unused]] const Tile& tile) {
             Pair pair = {0.0f, 0.0f};
             if constexpr (HAS_BIAS) {
@@ -218,7 +230,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             const Tile tile = walk.at(index);
             float acc[SLICES][WIDTH / 2] = {};
             Pair next = {1.0f, 1.0f}, last = {1.0f, 1.0f}, added = {0.0f, 0.0f};
-            if constexpr (!HOLDS || EARLY) next = scales_of(tile, HOLDS ? 0 : part);
+            [[maybe_unused]] float run = 0.0f, later = 0.0f;
+            if constexpr (IN_RUNS)
+                run = run_of(tile, 0), later = run_of(tile, RUN);
+            else if constexpr (!HOLDS || EARLY)
+                next = scales_of(tile, HOLDS ? 0 : part);
             if constexpr (HOLDS) last = next;
             if constexpr (EARLY && !W_CONSTANT) added = bias_of(tile);
 
@@ -226,10 +242,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             for (int k = tile.k_start + part; k < tile.k_stop; k += K_PARTS) {
                 const int stage_w = ring_w.stage;
                 [[maybe_unused]] const uint32_t parity = ring_w.parity;
+                if constexpr (IN_RUNS) {
+                    if (k > 0 && k % RUN == 0) run = later, later = run_of(tile, k + RUN);
+                    next.upper = next.lower = __shfl_sync(~0u, run, k % RUN);
+                }
                 [[maybe_unused]] const Pair scale = next;
                 barrier_wait(full_w(stage_w), parity);
                 for (int i = 0; i < K_PARTS; ++i) ring_w.advance();
-                if constexpr (!HOLDS) next = scales_of(tile, k + K_PARTS);
+                if constexpr (!HOLDS && !IN_RUNS) next = scales_of(tile, k + K_PARTS);
                 [[maybe_unused]] uint32_t powers[2];
                 [[maybe_unused]] Pair change;
                 if constexpr (IN_UNITS) {
@@ -241,12 +261,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 }
                 // Widen the K tile of w into the fragments of wgmma's left operand.
                 uint32_t a[BK / 16][4];
-                widen_lines<FP8>(a, base + stage_w * W_BYTES, line, [&]([[maybe_unused]] uint32_t (&fragment)[4]) {
-                    if constexpr (IN_UNITS) {
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) fragment[i] = multiply_pairs<XType>(fragment[i], powers[i % 2]);
+                auto convert = [&](uint32_t bytes, int half, uint32_t& low, uint32_t& high) {
+                    if constexpr (ROUNDED) {
+                        widen_scaled<FP8>(bytes, half ? scale.lower : scale.upper, low, high);
+                    } else {
+                        widen<XType, FP8>(bytes, low, high);
                     }
-                });
+                    if constexpr (IN_UNITS) {
+                        low = multiply_pairs<XType>(low, powers[half]);
+                        high = multiply_pairs<XType>(high, powers[half]);
+                    }
+                };
+                widen_lines(a, base + stage_w * W_BYTES, line, convert);
                 settle_fragments(a);
                 if constexpr (W_CONSTANT) {  // which has one tile a block: x is read from here on
                     if (k == tile.k_start + part) {
@@ -287,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 }
                 if constexpr (TURNS) take_turn(warpgroup);
                 // Multiply, straight into the accumulators or into a temporary that is promoted.
-                if constexpr (HOLDS || IN_UNITS) {
+                if constexpr (HOLDS || ROUNDED || IN_UNITS) {
 #pragma unroll
                     for (int slice = 0; slice < SLICES; ++slice) {
                         used[slice] = start(acc[slice], onto);

@@ -71,7 +71,7 @@ class ManyRowsConfig:
 
 _SQUARE: Final = ManyRowsConfig(128, 1, 4, TURNS=True)
 # And what a row of each costs beside the first, which is as large as the registers allow.
-_LARGE: Final = ((ManyRowsConfig(160, TURNS=True), 1.0), (ManyRowsConfig(256, 1, TURNS=True), 1.035), (_SQUARE, 1.3))
+_LARGE: Final = ((ManyRowsConfig(160, TURNS=True), 1.0), (ManyRowsConfig(256, 1, TURNS=True), 1.01), (_SQUARE, 1.3))
 _SMALLEST: Final = ManyRowsConfig(64, 1, 6, TURNS=True)
 FEW: Final = 32  # rows
 _SHORT: Final = 4  # k-blocks: as many as all are in flight

@@ -92,7 +92,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     // Widens a K tile into registers; `hold` waits for it first.
     using Widened = uint32_t[PIECES][4];
     Widened a[SLOTS];
-    auto take = [&](Widened& a, int stage) { widen_lines<FP8>(a, base + stage * W_BYTES, column, [](auto&) {}); };
+    auto take = [&](Widened& a, int stage) {
+        widen_lines(a, base + stage * W_BYTES, column,
+                    [](uint32_t bytes, int, uint32_t& low, uint32_t& high) { widen<XType, FP8>(bytes, low, high); });
+    };
     auto hold = [&](int step) {
         barrier_wait(full(step), 0);
         take(a[step % SLOTS], step);

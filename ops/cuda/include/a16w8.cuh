@@ -24,19 +24,19 @@ INLINE void read_scales(float* to, const float* w_scale, int first, int steps, i
 
 // Widens 128 of K of lines `line` and `line + 8` of w into the thread's registers of eight wgmma fragments. The lines
 // lie at `w` in rows of 128 bytes, swizzled by TMA: piece `piece` of a line is at `piece ^ line % 8`. A thread has
-// elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16, one piece of a line. `adapt` changes each fragment.
-template <Fp8 TYPE, typename Adapt>
-INLINE void widen_lines(uint32_t (&a)[8][4], uint32_t w, int line, Adapt adapt) {
+// elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16, one piece of a line. `convert(bytes, half, low, high)` makes
+// two pairs of four bytes of line `line + 8 * half`.
+template <typename Convert>
+INLINE void widen_lines(uint32_t (&a)[8][4], uint32_t w, int line, Convert convert) {
 #pragma unroll
     for (int piece = 0; piece < 8; ++piece) {
         const uint32_t at = w + line * 128 + ((piece ^ (line % 8)) * 16) + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint32_t from = at + half * 1024;
-            widen<XType, TYPE>(load_shared_pair_of_bytes(from) | load_shared_pair_of_bytes(from + 8) << 16,
-                               a[piece][half], a[piece][half + 2]);
+            convert(load_shared_pair_of_bytes(from) | load_shared_pair_of_bytes(from + 8) << 16, half, a[piece][half],
+                    a[piece][half + 2]);
         }
-        adapt(a[piece]);
     }
 }
 

@@ -147,6 +147,22 @@ INLINE uint32_t halves_to_bf16(uint32_t pair) {
     return result;
 }
 
+// The same, each value times `scale` and rounded once.
+INLINE uint32_t halves_to_bf16(uint32_t pair, float scale) {
+    uint32_t result;
+    asm("{.reg .b16 low, high;\n"
+        " .reg .f32 first, second;\n"
+        " mov.b32 {low, high}, %1;\n"
+        " cvt.f32.f16 first, low;\n"
+        " cvt.f32.f16 second, high;\n"
+        " mul.rn.f32 first, first, %2;\n"
+        " mul.rn.f32 second, second, %2;\n"
+        " cvt.rn.bf16x2.f32 %0, second, first;}"
+        : "=r"(result)
+        : "r"(pair), "f"(scale));
+    return result;
+}
+
 // Converts four FP8 values to two pairs of T, the lowest byte first.
 template <typename T, Fp8 TYPE>
 INLINE void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
@@ -155,6 +171,14 @@ INLINE void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
         low = halves_to_bf16(low);
         high = halves_to_bf16(high);
     }
+}
+
+// Converts four FP8 values times `scale` to two pairs of bfloat16, the lowest byte first.
+template <Fp8 TYPE>
+INLINE void widen_scaled(uint32_t bytes, float scale, uint32_t& low, uint32_t& high) {
+    to_halves<TYPE>(bytes, low, high);
+    low = halves_to_bf16(low, scale);
+    high = halves_to_bf16(high, scale);
 }
 
 // d (16 x 8) += a (16 x 16) · b (16 x 8) for a warp, in the fragments of PTX's mma.m16n8k16.

@@ -386,8 +386,8 @@ def test_many_rows_take_tiles_for_all_multiprocessors() -> None:
         assert config.TURNS is not (config.RESIDENT > 0)
         return config.BM, config.BN, config.K_PARTS
 
-    assert choose(4096, 4096, 16) == choose(320, 4096, 16) == (320, 128, 1)
-    assert choose(4096, 4096) == choose(256, 4096, 16) == (256, 128, 1)
+    assert choose(320, 4096, 16) == choose(640, 28672) == (320, 128, 1)
+    assert choose(4096, 4096) == choose(4096, 28672) == choose(4096, 4096, 16) == (256, 128, 1)
     assert choose(128, 28672) == choose(256, 6144) == choose(128, 512, 128) == choose(512, 2304) == (128, 128, 1)
     assert choose(64, 28672) == (64, 128, 1)
     assert choose(128, 6144) == choose(300, 2048) == (128, 64, 2)

@@ -70,11 +70,15 @@ float of_fp8(uint8_t bits) {
 LINKED_TEMPLATE float of_fp8<Fp8::E4M3>(uint8_t);
 LINKED_TEMPLATE float of_fp8<Fp8::E5M2>(uint8_t);
 template <typename T, Fp8 TYPE>
-void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
+void widen(uint32_t bytes, uint32_t& low, uint32_t& high, float scale = 1.0f) {
     float value[4];
-    for (int i = 0; i < 4; ++i) value[i] = of_fp8<TYPE>(bytes >> 8 * i);
+    for (int i = 0; i < 4; ++i) value[i] = of_fp8<TYPE>(bytes >> 8 * i) * scale;
     low = pack<T>(value[0], value[1]);
     high = pack<T>(value[2], value[3]);
+}
+template <Fp8 TYPE>
+void widen_scaled(uint32_t bytes, float scale, uint32_t& low, uint32_t& high) {
+    widen<Bf16, TYPE>(bytes, low, high, scale);
 }
 
 template <typename T>
