@@ -33,6 +33,8 @@ class Suite:
     graphs: bool = False
     axes: str = ""
     """The names of a shape's sizes, unless they are M,N,K or M,N."""
+    fault: Callable[[tuple[int, ...]], str | None] = lambda _: None
+    """Why the suite has no cases of a shape, or None."""
 
 
 def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Sequence[str] | None) -> int:
@@ -43,6 +45,8 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     axes = len(suite.shapes[0])
     if any(len(shape) != axes for shape in args.shape or []):
         parser.error(f"--shape: {args.suite} needs {axes} sizes, {_axes(suite)}")
+    if fault := next(filter(None, map(suite.fault, args.shape or [])), None):
+        parser.error(f"--shape: {fault}")
     if args.plot and (fault := plot.format_fault(args.plot)):
         parser.error(f"--plot {fault}")
     device: torch.device = args.device

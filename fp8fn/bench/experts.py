@@ -28,13 +28,20 @@ def group_sizes(experts: int, tokens: int, distribution: str) -> list[int]:
     """
     weights = [1.0 if distribution == "balanced" else (rank + 1) ** -1.2 for rank in range(experts)]
     if distribution == "routed":
-        if tokens % TOP_K or experts < TOP_K:
-            raise ValueError(f"M={tokens}, E={experts}: M must be a multiple of {TOP_K}, and E {TOP_K} or more")
+        if (fault := routing_fault(experts, tokens)) is not None:
+            raise ValueError(fault)
         return _routed(weights, tokens // TOP_K)
     sizes = [int(tokens * weight / sum(weights)) for weight in weights]
     sizes[0] += tokens - sum(sizes)
     random.Random(0).shuffle(sizes)
     return sizes
+
+
+def routing_fault(experts: int, tokens: int) -> str | None:
+    """Why "routed" has no groups of these sizes, or None."""
+    if tokens % TOP_K == 0 and experts >= TOP_K:
+        return None
+    return f"M={tokens}, E={experts}: M must be a multiple of {TOP_K}, and E {TOP_K} or more"
 
 
 def _routed(weights: list[float], tokens: int) -> list[int]:

@@ -29,7 +29,7 @@ import fp8fn
 from fp8fn.bench import command, peers, tables
 from fp8fn.bench.command import Suite
 from fp8fn.bench.decode import BY_TRITON
-from fp8fn.bench.experts import TOP_K, CountedExperts, Experts
+from fp8fn.bench.experts import TOP_K, CountedExperts, Experts, routing_fault
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
 from fp8fn.bench.quant import SCHEDULE, bytes_moved
@@ -365,7 +365,9 @@ def _composed(x: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor) -> Tens
 
 SUITES = {
     "forward": Suite(PRODUCTS, forward_cases, tables.products, axes="E,M,N,K"),
-    "few": Suite(FEW, few_cases, tables.small, graphs=True, axes="E,M,N,K"),
+    "few": Suite(
+        FEW, few_cases, tables.small, graphs=True, axes="E,M,N,K", fault=lambda shape: routing_fault(*shape[:2])
+    ),
     "wgrad": Suite(PRODUCTS, wgrad_cases, tables.products, axes="E,M,N,K"),
     "deepgemm": Suite(DEEPGEMM_GROUPS, forward_cases, tables.layers, axes="E,M,N,K"),
     "deepgemm-masked": Suite(DEEPGEMM_MASKED, masked_cases, tables.layers, axes="E,M,C,N,K"),

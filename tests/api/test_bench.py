@@ -581,6 +581,7 @@ def test_peers_are_chosen_and_a_failure_of_ours_is_status_1(monkeypatch: pytest.
         (("dense", "--suite", "llm84"), "invalid choice: 'llm84'"),
         (("dense", "--shape", "8192,6144"), "anchors needs 3 sizes, M,N,K"),
         (("quant", "--shape", "1,2,3"), "quant needs 2 sizes, M,N"),
+        (("moe", "--suite", "few", "--shape", "16,12,64,64"), "M=12, E=16: M must be a multiple of 8"),
         (("dense", "--shape", "8192,x"), "'8192,x' is not a list of sizes"),
         (
             ("quant", "--peers", "torch,jax"),
