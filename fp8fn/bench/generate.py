@@ -27,7 +27,6 @@ import dataclasses
 import gc
 import math
 import random
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +54,7 @@ from fp8fn.bench.llama import (
 from fp8fn.bench.served import PROMPT, SERVED, Served, counts
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
-from fp8fn.timing import Clock, clock_of
+from fp8fn.timing import Clock, Timing, clock_of
 
 WAYS: Final[Mapping[str, Hold]] = {
     "bf16": Plain, "A16W8": A16W8, "A16W8 + head": A16W8WithHead, "A16W8, constant": ConstantA16W8, "MX": MX,
@@ -190,15 +189,16 @@ def measure(
             made = tokens.T[PROMPT : compared + 1]
             logits, reference = loop.logits(given, compared).flatten(0, 1), bf16
         same, gap = agreement(eager, made)
-        first, middle, third = statistics.quantiles(seconds[way], n=4, method="inclusive")
+        timing = Timing(tuple(seconds[way]))
+        first, third = timing.quartiles
         rows.append(
             Row(
                 batch=batch,
                 way=way,
-                ms=1e3 * middle,
+                ms=1e3 * timing.median,
                 ms_q1=1e3 * first,
                 ms_q3=1e3 * third,
-                tokens_s=batch / middle,
+                tokens_s=batch / timing.median,
                 weight_bytes=loop.weight_bytes(),
                 snr_db=snr_db(reference, logits),
                 as_eager=same,

@@ -165,7 +165,7 @@ def test_what_is_wrong(change: dict[str, Any], wrong: bool) -> None:
 def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"
     pytest.importorskip("transformers")
-    argv = ["bench", "generate", "--device", "cpu", "--layers", "1", "--batch", "2", "--steps", "20", "--rounds", "2"]
+    argv = ["bench", "generate", "--device", "cpu", "--layers", "1", "--batch", "2", "--steps", "20", "--rounds", "1"]
     assert cli.main([*argv, "--json", str(path)]) == 0
     run = record.read(path)
     assert run["results"]["size"]["layers"] == 1

@@ -12,6 +12,7 @@ from fp8fn.bench.accuracy import worst
 from fp8fn.bench.llm84 import Pair, Times
 from fp8fn.bench.seeds.figures import Column, Figures, change, paragraphs, significant, table
 from fp8fn.bench.tables import number
+from fp8fn.timing import Timing
 
 PART: Final = "layers"
 # The layer that Primus-Turbo's main fails, which its geometric means leave out.
@@ -184,7 +185,7 @@ _STATISTICS: Final = (
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
     """The statistics of changes in percent, by the names that the published ones have."""
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    first, third = Timing(tuple(values)).quartiles
     found = (
         statistics.median(values), statistics.fmean(values), first, third, sum(value >= 1 for value in values),
         sum(value <= -1 for value in values), sum(value >= 5 for value in values), sum(value <= -5 for value in values),
