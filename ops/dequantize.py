@@ -1,4 +1,4 @@
-"""An FP8 weight in 16 bits, for products of so many rows that PyTorch's own multiplies faster than any kernel here."""
+"""An FP8 weight in 16 bits, for products of so many rows that PyTorch's own multiplies faster than Triton's kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred, no_config
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import WHOLE, Block, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import Target, hopper_fault
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 else:
     triton = deferred("fp8fn.ops.triton.dequantize")
 
-# A weight with contiguous rows, as in the gradient of the activations, has no kernel in CUDA C++. The border is an
-# estimate, by the bytes that the dequantized weight costs.
+# The border between Triton's kernel and PyTorch's is an estimate, by the bytes that the dequantized weight costs.
 _LEAST_ROWS: Final = 512
 # Bytes that the weight may take in 16 bits while it is multiplied.
 _MOST_BYTES: Final = 512 << 20
@@ -115,12 +114,21 @@ class DequantizedLaunch(Launch):
 
 def _multiply(x: Tensor, w: Quantized, bias: Tensor | None, out: Tensor) -> None:
     """Fills `out`. Autocast would change the types of a product that makes its own result."""
-    weight = dequantized(*w, x.dtype)
+    data, scale, block = w
+    if _by_columns(data):
+        weight = dequantized(data.mT, scale.mT, swap(block), x.dtype).mT
+    else:
+        weight = dequantized(data, scale, block, x.dtype)
     rows, result = x.flatten(0, -2), out.flatten(0, -2)
     if bias is None:
         torch.mm(rows, weight, out=result)
     else:
         torch.addmm(bias, rows, weight, out=result)
+
+
+def _by_columns(w: Tensor) -> bool:
+    """Whether the columns of `w (K, N)` are contiguous, as those of a layer's weight in its forward are."""
+    return w.stride(0) == 1
 
 
 def accepts(product: WeightProduct) -> str | None:
@@ -134,17 +142,19 @@ def accepts(product: WeightProduct) -> str | None:
         return (
             f"x has dtype {x.dtype} and out {product.out.dtype}, not both bfloat16, which has the range of the scales"
         )
-    if w.ndim != 2 or w.stride(1) != 1:
-        return f"w has shape {tuple(w.shape)} and strides {w.stride()}, and is no matrix of contiguous rows"
-    if block not in _BLOCKS or w_scale.dtype != torch.float32:
-        return f"scales of {w_scale.dtype} in blocks of {block} are not float32 ones that hold along a row"
+    if w.ndim != 2 or 1 not in w.stride():
+        return f"w has shape {tuple(w.shape)} and strides {w.stride()}, and is no matrix with a contiguous axis"
+    if (swap(block) if _by_columns(w) else block) not in _BLOCKS or w_scale.dtype != torch.float32:
+        return (
+            f"scales of {w_scale.dtype} in blocks of {block} are not float32 ones that hold along its contiguous axis"
+        )
     if bias is not None and (bias.ndim != 1 or bias.dtype != x.dtype):
         return f"bias has shape {tuple(bias.shape)} and dtype {bias.dtype}, and is no row of {x.dtype}"
     return None
 
 
 def untuned(product: WeightProduct) -> str | None:
-    """None where it was found to be the faster one."""
+    """None where it is estimated to be faster than Triton's kernel."""
     rows = product.x.shape[:-1].numel()
     if rows < _LEAST_ROWS:
         return f"M={rows} rows do not pay for a weight that is written in 16 bits"

@@ -160,6 +160,13 @@ def _reference_by_rows(product: WeightProduct) -> tuple[Tensor]:
     return (reference.mm_a16w8(product.x, product.w, product.bias, product.out.dtype, batch_invariant=True),)
 
 
+def _untuned_dequantized(product: WeightProduct) -> str | None:
+    """None for many rows that `cuda_many` can't take."""
+    if (reason := dequantize.untuned(product)) is not None:
+        return reason
+    return "cuda_many takes the product" if mm_a16w8.accepts(product) is None else None
+
+
 def _untuned_splitk(product: WeightProduct) -> str | None:
     """Beyond its own, it serves more than 16 rows that `cuda_many` can't take."""
     from fp8fn.ops.cuda.gemm.a16w8_tiles import MOST_ROWS
@@ -204,7 +211,7 @@ def _in_lines(product: WeightProduct) -> tuple[Tensor | None, ...] | None:
 
 
 KERNELS: Final = (
-    Kernel("dequantized", dequantize.accepts, no_config, dequantize.plan, dequantize.untuned),
+    Kernel("dequantized", dequantize.accepts, no_config, dequantize.plan, _untuned_dequantized),
     Kernel("cuda_splitk", splitk_a16w8.accepts, splitk_a16w8.configure, splitk_a16w8.plan, _untuned_splitk),
     Kernel("cuda_tiles", a16w8_tiles.accepts, a16w8_tiles.configure, a16w8_tiles.plan, a16w8_tiles.untuned),
     Kernel("cuda_gemv", gemv_a16w8.accepts, gemv_a16w8.configure, gemv_a16w8.plan, _untuned_gemv),

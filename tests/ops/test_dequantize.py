@@ -70,13 +70,56 @@ def test_many_rows_go_to_pytorch() -> None:
         assert dequantize.accepts(given) is None
         assert MM_A16W8.choose(given).name == "dequantized"
         assert MM_A16W8.choose(product(511, block=block)).name == "triton_mm"
-        lines = replace(given, w=Quantized(given.w.data.mT, given.w.scale.mT, swap(given.w.block)))
-        assert MM_A16W8.choose(lines).name == "cuda_many"
+        turned = replace(given, w=Quantized(given.w.data.mT, given.w.scale.mT, swap(given.w.block)))
+        assert MM_A16W8.choose(turned).name == "cuda_many"
+
+
+def lines(n: int, k: int, block: Block = (128, 128)) -> Quantized:
+    """A weight `(K, N)` of no values, of a forward: its columns are contiguous, with `block` in the other order."""
+    w = fp8fn.quantize(torch.empty(n, k, device="meta"), block, dtype=E4M3).mT
+    return Quantized(w.data, w.scale, w.block)
+
+
+def test_many_rows_that_no_kernel_in_cuda_can_read_go_to_pytorch() -> None:
+    """Triton's kernel would take them: of a layer's weight too, whose N, K or x's strides TMA does not address."""
+
+    def chosen(x: Tensor, w: Quantized) -> str:
+        out = torch.empty(*x.shape[:-1], w.data.shape[1], dtype=BF16, device="meta")
+        return MM_A16W8.choose(WeightProduct(x=x, w=w, bias=None, out=out, target=SM90)).name
+
+    def rows(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=BF16, device="meta")
+
+    for block in BLOCKS:
+        assert chosen(rows(512, 4096), lines(4096, 4096, block)) == "cuda_many"
+        assert chosen(rows(512, 4096), lines(4100, 4096, block)) == "dequantized"
+        assert chosen(rows(511, 4096), lines(4100, 4096, block)) == "triton_mm"
+    assert chosen(rows(512, 4100), lines(4096, 4100)) == "dequantized"
+    assert chosen(rows(4096, 512).mT, lines(4096, 4096)) == "dequantized"
+    assert chosen(rows(512, 4100)[:, :4096], lines(4096, 4096)) == "dequantized"
+
+
+@pytest.mark.parametrize("by", ["rows", "columns"])
+@each_block
+def test_the_product_rounds_the_weight_once(block: Block, by: str) -> None:
+    """In both layouts of the weight, with rows and bias of their own."""
+    q = weight(40, 300, block)
+    w = q if by == "rows" else q.mT
+    x = torch.randn(2, 7, w.shape[0]).to(BF16)
+    for bias in (None, torch.randn(w.shape[1]).to(BF16)):
+        out = torch.empty(2, 7, w.shape[1], dtype=BF16)
+        given = WeightProduct(x=x, w=Quantized(w.data, w.scale, w.block), bias=bias, out=out, target=SM90)
+        assert dequantize.accepts(given) is None
+        dequantize.plan(given, None)[0].run()
+        matrix = (q.data.float() * reference.dequantize(torch.ones_like(q.data), q.scale, q.block)).to(BF16)
+        exact = x.double() @ (matrix if by == "rows" else matrix.mT).double()
+        assert snr(out, exact if bias is None else exact + bias.double()) > 50
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
+        (replace(product(), w=lines(4096, 4096)), "cuda_many takes the product"),
         (product(511), "M=511 rows do not pay for a weight that is written in 16 bits"),
         (product(4096, 128256), "the weight would take 1002 MB in 16 bits"),
         (
@@ -117,6 +160,19 @@ def test_the_product_on_a_gpu(block: Block) -> None:
             assert snr(found.flatten(0, 1), expected.flatten(0, -2)) > 55
             with torch.autocast("cuda", FP16):
                 assert torch.equal(torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block, given), found)
+
+
+@pytest.mark.gpu
+@each_block
+def test_the_product_by_a_layers_weight_on_a_gpu(block: Block) -> None:
+    """Of 2300 features, which are no multiple of 8."""
+    w = weight(2300, 4224, block, "cuda")
+    x = torch.randn(2, 256, 4224, device="cuda", dtype=BF16)
+    sizes = w.dequantize(FP32).square().mean(-1).sqrt().clamp(min=1e-30)  # each column of the product counts
+    for _ in range(2):  # planned, and kept
+        found = fp8fn.gemm(x, w.mT)
+        expected = x @ w.dequantize(BF16).mT
+        assert snr((found.float() / sizes).flatten(0, 1), (expected.float() / sizes).flatten(0, 1)) > 50
 
 
 @pytest.mark.gpu
