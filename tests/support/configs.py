@@ -109,7 +109,7 @@ MANY = [
     ManyRowsConfig(64, 1, 4, MATH=1, RESIDENT=2), ManyRowsConfig(128, 1, 2, MATH=1, RESIDENT=2),
     ManyRowsConfig(64, 2, 2, RESIDENT=1), ManyRowsConfig(32, 1, 4, K_PARTS=2, RESIDENT=2),
     ManyRowsConfig(64, 2, 2, K_PARTS=2, RESIDENT=1), ManyRowsConfig(128, 1, 4, K_PARTS=2, RESIDENT=1),
-    ManyRowsConfig(64, 1, 3, K_PARTS=2, RESIDENT=1), ManyRowsConfig(32, 1, 3, RESIDENT=2),
+    ManyRowsConfig(64, 1, 2, K_PARTS=2, RESIDENT=1), ManyRowsConfig(32, 1, 3, RESIDENT=2),
 ]  # fmt: skip
 
 WEIGHT_TILES = [

@@ -61,6 +61,7 @@ static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take 
 static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a K tile replaces a K tile");
 static_assert(K_PARTS == 1 || (K_PARTS == 2 && MATH == 2 && !PERSISTENT), "sums of two warpgroups");
 static_assert(K_PARTS == 1 || BM <= 128, "two parts of K would have units of their own");
+static_assert(IN_FLIGHT || W_STAGES % K_PARTS == 0, "two parts of K would meet in a stage");
 static_assert(!W_CONSTANT || !PERSISTENT, "of a later tile the weight is read after the wait in any case");
 static_assert(!TURNS || (PERSISTENT && MATH == 2), "one of two warpgroups");
 

@@ -22,6 +22,7 @@ from fp8fn.ops.cuda.gemm import mm_a16w8 as many
 from fp8fn.ops.cuda.gemm.gemv_a16w8 import GemvConfig, accepts, choose_config
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
+from fp8fn.ops.cuda.runtime.nvrtc import CompilationError
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import GFX942, SM89, SM100, Target, target_of
 from fp8fn.ops.tuning.weight import WeightProblem
@@ -224,7 +225,7 @@ def many_rows(
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", MANY, ids=str)
+@pytest.mark.parametrize("config", [*MANY, many.ManyRowsConfig(64, 1, 3, K_PARTS=2, RESIDENT=1)], ids=str)
 def test_every_division_of_many_rows(config: many.ManyRowsConfig) -> None:
     """Tiles at the edges, several for a block, of a K that is no multiple of 128; rounded to 16 bits, hence the bar."""
     for x_dtype, fp8, block, backwards in ((BF16, E4M3, (128, 128), False), (FP16, E5M2, (-1, 1), True)):
@@ -257,6 +258,23 @@ def test_scales_of_any_size_among_many_rows(config: many.ManyRowsConfig, fp8: to
     error = (found - expected).norm(dim=0) / expected.norm(dim=0).clamp(min=1e-45)
     assert found.isfinite().all()
     assert error.max() < 4e-3, error
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", [many.ManyRowsConfig(64, 1, 2 * n, K_PARTS=2, RESIDENT=1) for n in (1, 2)], ids=str)
+def test_two_parts_of_a_long_k(config: many.ManyRowsConfig) -> None:
+    """An odd number of K tiles in stages that each part uses again and again."""
+    for k, backwards in ((1152, False), (1296, True)):
+        x, w = torch.randn(70, k).bfloat16(), operand(k, 72, (128, 1))
+        assert snr(many_rows(x, w, config=config, backwards=backwards), exact(x, w)) > 55
+
+
+@needs_nvrtc
+def test_two_parts_of_k_have_stages_of_their_own() -> None:
+    config = many.ManyRowsConfig(64, 1, 3, K_PARTS=2, RESIDENT=1)
+    assert plan_many(operands(64, 512, 384), config).resources().spills == 0  # all of K is in flight
+    with pytest.raises(CompilationError, match="two parts of K would meet in a stage"):
+        plan_many(operands(64, 512, 385), config).compile()
 
 
 @needs_compiler
