@@ -50,9 +50,9 @@ constexpr int X_BYTES = 2 * X_HALF;  // of a stage
 constexpr int OUT_ROWS = 32;
 constexpr int OUT_BYTES = OUT_ROWS * 128;  // of an output buffer, 64 columns
 constexpr bool HOLDS = SCALE == LINE || ONCE;  // one scale holds for all of K
-constexpr bool ROUNDED = !HOLDS && BM > 128 && IS_BF16<XType>;  // the scaled weight is
-constexpr bool IN_UNITS =
-    !HOLDS && BM > 128 && !ROUNDED;  // accumulators are in units of the scale without its power of two
+constexpr bool ROUNDED = !HOLDS && BM > 128 && IS_BF16<XType>;  // the weight, scaled, is rounded to bfloat16
+// Accumulators are in units of the scale without its power of two.
+constexpr bool IN_UNITS = !HOLDS && BM > 128 && !ROUNDED;
 constexpr bool IN_RUNS = SCALE == BLOCK && PERSISTENT && !HOLDS;  // scales of RUN K tiles are loaded at a time
 constexpr int RUN = 32;  // as many as a warp has lanes
 constexpr int PREFETCHED = 8;  // K tiles of w, to the L2
@@ -77,19 +77,19 @@ static_assert(K_PARTS == 1 || AT_OUT >= BM * 64 * 4, "sums take the place of the
 INLINE void take_turn(int warpgroup) { named_sync<256>(3 + warpgroup); }
 INLINE void pass_turn(int warpgroup) { named_arrive<256>(4 - warpgroup); }
 
-// Splits a scale into a power of two, returned as a pair of XType, and the rest. Every FP8 value times the power is
-// exact in XType, so the rest is from 1 to 2 except for scales beyond these powers. A scale of 0 is 0 times 1: the
+// Splits a scale into a power of two, returned as a pair of float16, and the rest. Every FP8 value times the power is
+// exact in float16, and the rest is from 1 to 2 except for scales beyond these powers. A scale of 0 is 0 times 1: the
 // change of unit divides by the rest.
 INLINE uint32_t split_scale(float scale, float& rest) {
-    constexpr int LEAST = IS_BF16<XType> ? -100 : FP8 == Fp8::E4M3 ? -15 : -8;  // the least FP8 values: 2^-9, 2^-16
-    constexpr int MOST = IS_BF16<XType> ? 100 : FP8 == Fp8::E4M3 ? 7 : 0;
+    constexpr int LEAST = FP8 == Fp8::E4M3 ? -15 : -8;  // the least FP8 values: 2^-9, 2^-16
+    constexpr int MOST = FP8 == Fp8::E4M3 ? 7 : 0;
     const uint32_t exponent = __float_as_uint(scale) >> 23 & 0xff;
     const uint32_t power = min(max(exponent, 127u + LEAST), 127u + MOST);
     rest = scale * __uint_as_float((254 - power) << 23);
     const bool zero = rest == 0.0f;
     if (zero) rest = 1.0f;
     const float factor = zero ? 0.0f : __uint_as_float(power << 23);
-    return pack<XType>(factor, factor);
+    return pack<Fp16>(factor, factor);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -269,8 +269,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                         widen<XType, FP8>(bytes, low, high);
                     }
                     if constexpr (IN_UNITS) {
-                        low = multiply_pairs<XType>(low, powers[half]);
-                        high = multiply_pairs<XType>(high, powers[half]);
+                        low = multiply_pairs<Fp16>(low, powers[half]);
+                        high = multiply_pairs<Fp16>(high, powers[half]);
                     }
                 };
                 widen_lines(a, base + stage_w * W_BYTES, line, convert);

@@ -438,6 +438,18 @@ def test_many_rows_take_tiles_for_all_multiprocessors() -> None:
     assert choose(64, 6144) == choose(33, 4096) == (64, 64, 2)
 
 
+def test_rows_whose_tiles_round_the_weight() -> None:
+    """The numbers of docs/numerics.md."""
+
+    def rows(n: int) -> list[int]:
+        """Those at which tiles of more than 128 rows begin or end."""
+        large = [many.choose_config(WeightProblem(m, n, 4096)).BM > 128 for m in range(8193)]
+        return [m for m in range(1, 8193) if large[m] != large[m - 1]]
+
+    assert rows(4096) == [513, 1281, 1537]
+    assert rows(14336) == [129, 321, 385]
+
+
 def test_a_short_k_is_in_flight_as_a_whole() -> None:
     """One k-block, or a few that two warpgroups share, have the tiles that were the fastest on an H200."""
 
