@@ -79,14 +79,15 @@ INLINE void pass_turn(int warpgroup) { named_arrive<256>(4 - warpgroup); }
 
 // Splits a scale into a power of two, returned as a pair of float16, and the rest. Every FP8 value times the power is
 // exact in float16, and the rest is from 1 to 2 except for scales beyond these powers. A scale of 0 is 0 times 1: the
-// change of unit divides by the rest.
+// change of unit divides by the rest. A scale below 2^-100 counts as 0: sums in its unit could pass float32, and its
+// products are too small for an output of float16.
 INLINE uint32_t split_scale(float scale, float& rest) {
     constexpr int LEAST = FP8 == Fp8::E4M3 ? -15 : -8;  // the least FP8 values: 2^-9, 2^-16
     constexpr int MOST = FP8 == Fp8::E4M3 ? 7 : 0;
     const uint32_t exponent = __float_as_uint(scale) >> 23 & 0xff;
     const uint32_t power = min(max(exponent, 127u + LEAST), 127u + MOST);
     rest = scale * __uint_as_float((254 - power) << 23);
-    const bool zero = rest == 0.0f;
+    const bool zero = exponent < 127 - 100;
     if (zero) rest = 1.0f;
     const float factor = zero ? 0.0f : __uint_as_float(power << 23);
     return pack<Fp16>(factor, factor);

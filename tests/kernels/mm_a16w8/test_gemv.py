@@ -256,6 +256,8 @@ def test_scales_of_any_size_among_many_rows(config: many.ManyRowsConfig, fp8: to
         columns += [[size if i == j else 0.0 for i in range(blocks)] for j in range(blocks)]
     for first, last in ((1e-4, 1e2), (1e2, 1e-4), (1e-5, 1e-4), (-3.0, 7.0)):
         columns += [torch.linspace(first, last, blocks).tolist(), [first, last, first, last, last]]
+    for least in (1e-40, -2e-38, 1e-30):  # beside scales that outweigh them
+        columns += [[1.0, least, 0.0, 1.0, least], [least, least, 1.0, least, 1.0]]
     columns += [[0.0] * blocks] * (-len(columns) % 8)
     w = operand(128 * blocks, len(columns), (128, 1), dtype=fp8)
     w = ScaledTensor(w.data, torch.tensor(columns).mT.contiguous(), (128, 1))
