@@ -165,7 +165,7 @@ def test_the_product_on_a_gpu(block: Block) -> None:
 @pytest.mark.gpu
 @each_block
 def test_the_product_by_a_layers_weight_on_a_gpu(block: Block) -> None:
-    """Of 2300 features, which are no multiple of 8."""
+    """It has 2300 features, which is no multiple of 8."""
     w = weight(2300, 4224, block, "cuda")
     x = torch.randn(2, 256, 4224, device="cuda", dtype=BF16)
     sizes = w.dequantize(FP32).square().mean(-1).sqrt().clamp(min=1e-30)  # each column of the product counts

@@ -133,34 +133,12 @@ INLINE uint32_t multiply_pairs(uint32_t a, uint32_t b) {
     return a;
 }
 
-// Converts a pair of float16 to a pair of bfloat16. It rounds, but FP8 values are exact.
+// Converts a pair of float16, times `scale`, to a pair of bfloat16. It rounds, but FP8 values alone are exact.
 INLINE uint32_t halves_to_bf16(uint32_t pair) {
-    uint32_t result;
-    asm("{.reg .b16 low, high;\n"
-        " .reg .f32 first, second;\n"
-        " mov.b32 {low, high}, %1;\n"
-        " cvt.f32.f16 first, low;\n"
-        " cvt.f32.f16 second, high;\n"
-        " cvt.rn.bf16x2.f32 %0, second, first;}"
-        : "=r"(result)
-        : "r"(pair));
-    return result;
+    return pack<Bf16>(float(Fp16{uint16_t(pair)}), float(Fp16{uint16_t(pair >> 16)}));
 }
-
-// The same, each value times `scale` and rounded once.
 INLINE uint32_t halves_to_bf16(uint32_t pair, float scale) {
-    uint32_t result;
-    asm("{.reg .b16 low, high;\n"
-        " .reg .f32 first, second;\n"
-        " mov.b32 {low, high}, %1;\n"
-        " cvt.f32.f16 first, low;\n"
-        " cvt.f32.f16 second, high;\n"
-        " mul.rn.f32 first, first, %2;\n"
-        " mul.rn.f32 second, second, %2;\n"
-        " cvt.rn.bf16x2.f32 %0, second, first;}"
-        : "=r"(result)
-        : "r"(pair), "f"(scale));
-    return result;
+    return pack<Bf16>(float(Fp16{uint16_t(pair)}) * scale, float(Fp16{uint16_t(pair >> 16)}) * scale);
 }
 
 // Converts four FP8 values to two pairs of T, the lowest byte first.

@@ -231,7 +231,7 @@ def many_rows(
 def test_every_division_of_many_rows(config: many.ManyRowsConfig) -> None:
     """Tiles at the edges, several for a block, of a K that is no multiple of 128; rounded to 16 bits, hence the bar.
 
-    Of bfloat16, large tiles round the weight too, but not by a scale that holds for all of K.
+    Large tiles of bfloat16 round the weight too, but not by a scale that holds for all of K.
     """
     for x_dtype, fp8, block, backwards in ((BF16, E4M3, (128, 128), False), (FP16, E5M2, (-1, 1), True)):
         for m, n, k, batch in ((config.BM + 9, config.BN + 8, 272, ()), (33, 72, 128, (2,))):
