@@ -13,6 +13,7 @@ from torch.fx import Graph
 from fp8fn.lowering import joint_pass
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import (
+    gated_rows,
     gather_scaled_mm,
     given_amax,
     grouped_silu_mul_backward,
@@ -35,7 +36,14 @@ def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution
         producers.substitute(graph), saved_silu_mul.substitute(graph), silu_mul_backward.substitute(graph),
         grouped_silu_mul_backward.substitute(graph), inlined.substitute(graph, blocks), given_amax.substitute(graph),
     )  # fmt: skip
-    return _reported(graph, "quantized", substitutions)
+    return [*_reported(graph, "quantized", substitutions), *_gated(graph)]
+
+
+def _gated(graph: Graph) -> list[Substitution]:
+    def sizes(found: Substitution) -> str:
+        return "(M,N,K)=({},{},{})".format(*found.shape)
+
+    return joint_pass.reported(graph, gated_rows.substitute(graph), sizes, _listeners)
 
 
 def pipeline(graph: Graph) -> list[Substitution]:

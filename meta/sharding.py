@@ -233,6 +233,12 @@ def grouped_mm_a16w8(arguments: Mapping[str, Any]) -> Rule:
     return replace(_GROUPED_A16W8, uncut="mek") if _needs_whole_rows(arguments) else _GROUPED_A16W8
 
 
+# Sums of parts of K would be rounded to the type of `gate` before they are added.
+silu_mul_mm_a16w8: Final = Rule(
+    inputs={"gate": "mk", "up": "mk", "w": "kn", "w_scale": "kn/w_block"}, outputs=("mn",), uncut="k"
+)
+
+
 def _needs_whole_rows(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("activations") == "fp8" and arguments["w_block"][0] == WHOLE)
 

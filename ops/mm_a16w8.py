@@ -1,6 +1,9 @@
 """The op `fp8fn::mm_a16w8`, the product of a 16- or 32-bit matrix and an FP8 weight: schema, checks, and dispatch.
 
 With `activations="fp8"` the op quantizes many rows and multiplies in FP8; `ops/activations.py` decides at each call.
+
+`fp8fn::silu_mul_mm_a16w8` multiplies rows `silu(gate) * up`, which a launch of few rows computes by itself. Passes over
+compiled graphs call it. The rows are computed in float32 and rounded to their type, as by Inductor's kernel.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from fp8fn.ops.layout import Block, matrix_strides
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.scaled_mm import Parts, check_operand, empty_output
+from fp8fn.ops.targets import Target
 
 if TYPE_CHECKING:
     from fp8fn.ops import dequantize
@@ -46,6 +50,12 @@ MM_A16W8_SCHEMA: Final = (
     'bool constant=False, str activations="16bit", '
     "bool batch_invariant=False) -> Tensor"
 )
+
+SILU_MUL_MM_A16W8_SCHEMA: Final = (
+    "silu_mul_mm_a16w8(Tensor gate, Tensor up, Tensor w, Tensor w_scale, int[2] w_block, bool constant=False) -> Tensor"
+)
+# Rows up to which computing them in each block takes less than a launch, as was estimated.
+MOST_GATED_ROWS: Final = 8
 
 
 def check_mm_a16w8(
@@ -245,3 +255,80 @@ MM_A16W8_INVARIANT: Final = Dispatch(
     unserved=unserved,
     settled=_in_lines,
 )  # fmt: skip
+
+
+def check_silu_mul_mm_a16w8(gate: Tensor, up: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int]) -> Block:
+    """The block as a tuple, or the error that says which argument is wrong and what would work."""
+    name = "silu_mul_mm_a16w8"
+    for operand, tensor, matrix in (("gate", gate, "M, K"), ("w", w, "K, N")):
+        if tensor.ndim != 2:
+            raise ValueError(f"{name}: {operand} has shape {tuple(tensor.shape)}; it must be ({matrix})")
+    if up.shape != gate.shape:
+        raise ValueError(f"{name}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}; they must be equal")
+    if up.dtype != gate.dtype:
+        raise TypeError(f"{name}: gate has dtype {gate.dtype} and up {up.dtype}; up.to({gate.dtype}) for one")
+    if up.device != gate.device:
+        raise ValueError(f"{name}: gate is on {gate.device} and up on {up.device}; move them to one device")
+    return check_weight_operands(name, gate, (w, w_scale, w_block), None, None)
+
+
+def silu_mul_mm_a16w8_reference(
+    gate: Tensor, up: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], constant: bool = False
+) -> Tensor:
+    """`constant` has no effect here."""
+    block = check_silu_mul_mm_a16w8(gate, up, w, w_scale, w_block)
+    rows = reference.silu_mul(gate, up).to(gate.dtype)
+    return reference.mm_a16w8(rows, Quantized(w, w_scale, block), None, gate.dtype)
+
+
+def silu_mul_mm_a16w8_fake(
+    gate: Tensor, up: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], constant: bool = False
+) -> Tensor:
+    check_silu_mul_mm_a16w8(gate, up, w, w_scale, w_block)
+    return empty_output(gate, w, gate.dtype)
+
+
+def silu_mul_mm_a16w8_kernel(
+    gate: Tensor, up: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], constant: bool = False
+) -> Tensor:
+    constant = constant or graph_capture.readable(w, w_scale)
+    return SILU_MUL_MM_A16W8((gate, up, w, w_scale), (tuple(w_block), constant))[0]
+
+
+def serves_gated(gate: Tensor, up: Tensor, weight: Quantized, target: Target) -> str | None:
+    """None where one launch computes the product on a GPU, else why not."""
+    out = empty_output(gate, weight.data, gate.dtype)
+    product = WeightProduct(x=gate, up=up, w=weight, out=out, target=target)
+    return unserved(product) or _accepts_gated(product)
+
+
+def _gated_operands(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:
+    (gate, up, w, w_scale), (w_block, constant) = tensors, values
+    block = check_silu_mul_mm_a16w8(gate, up, w, w_scale, w_block)
+    return WeightProduct(
+        x=gate, up=up, w=Quantized(w, w_scale, block), out=empty_output(gate, w, gate.dtype),
+        target=targets.target_of(gate.device), constant=constant,
+    )  # fmt: skip
+
+
+def _accepts_gated(product: WeightProduct) -> str | None:
+    if product.m > MOST_GATED_ROWS:
+        return f"M={product.m} rows, which each block of columns would compute anew, are more than {MOST_GATED_ROWS}"
+    return a16w8_tiles.accepts(product) or a16w8_tiles.untuned(product)
+
+
+def _in_two(product: WeightProduct) -> tuple[Tensor]:
+    gate, up, (w, w_scale, block) = product.x, product.up, product.w
+    assert up is not None
+    rows = reference.silu_mul(gate, up).to(gate.dtype)
+    return (torch.ops.fp8fn.mm_a16w8(rows, w, w_scale, block, constant=product.constant),)
+
+
+SILU_MUL_MM_A16W8: Final = Dispatch(
+    op="silu_mul_mm_a16w8",
+    inputs=("gate", "up", "w", "w_scale"),
+    operands=_gated_operands,
+    kernels=(Kernel("cuda_tiles", _accepts_gated, a16w8_tiles.configure, a16w8_tiles.plan),),
+    reference=_in_two,
+    unserved=unserved,
+)

@@ -89,13 +89,14 @@ class WeightProduct(_Product):
 
     `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`. `constant`:
     nothing that may still run writes `w`. With `offsets (E,)` the product is one of groups of rows of `x` beside `w (E,
-    K, N)` and `bias (E, N)`.
+    K, N)` and `bias (E, N)`. With `up (M, K)` the rows are `silu(x) * up`, rounded to the type of `x`.
     """
 
     x: Tensor
     w: Quantized
     bias: Tensor | None = None
     constant: bool = False
+    up: Tensor | None = None
 
     @property
     def k(self) -> int:

@@ -238,6 +238,16 @@ def _rows_by_weight(
     return operands, WeightProduct(x=x, w=w, bias=bias, out=out, target=target)
 
 
+def _gated_rows_by_weight(m: int, n: int, k: int, place: Place, dtype: torch.dtype) -> tuple[Operands, WeightProduct]:
+    """Rows `silu(gate) * up`."""
+    operands = Operands(place)
+    gate, up = (operands.input(name, (m, k), dtype) for name in ("gate", "up"))
+    w = operands.quantized("w", (k, n), (128, 128), column_major=True)
+    out = operands.output("out", (m, n), dtype)
+    operands.expected = lambda: {"out": kernel_info.product(reference.silu_mul(gate, up).to(dtype), dequantized(w))}
+    return operands, WeightProduct(x=gate, up=up, w=w, out=out, target=SM90)
+
+
 def _gemv_a16w8(place: Place, target: Target) -> Forms:
     """K in chunks of x, of which a block has two and more."""
     configs = (*((config, True) for config in GEMVS[::2]), *((config, False) for config in ROW_MAJOR))
@@ -258,6 +268,10 @@ def _a16w8_tiles(place: Place, target: Target) -> Forms:
         operands, given = made(m, 200, 2 * config.STAGES * config.CLUSTER * BK, WEIGHT_BLOCKS[0], place)
         name = f"M{m}{' constant' * constant} {config}"
         yield Form(name, a16w8_tiles.plan(replace(given, constant=constant), config), operands)
+    for config, (constant, dtype) in zip(WEIGHT_TILES[:4], product((False, True), (BF16, FP16)), strict=True):
+        operands, given = _gated_rows_by_weight(min(config.ROWS, 8), 200, 2 * config.CLUSTER * BK + 16, place, dtype)
+        launches = a16w8_tiles.plan(replace(given, constant=constant, target=target), config)
+        yield Form(f"gated{' constant' * constant} {config}", launches, operands)
     for (constant, m), divisions in a16w8_tiles.divisions().items():
         if not constant:
             continue
@@ -272,6 +286,11 @@ def _a16w8_tiles(place: Place, target: Target) -> Forms:
             operands, given = made(m, 200, k, WEIGHT_BLOCKS[1], place, dtype=dtype)
             launches = a16w8_tiles.plan(replace(given, constant=True), config)
             yield Form(f"M{m} K{k} constant {config}", launches, operands)
+            if m <= 8:
+                operands, given = _gated_rows_by_weight(m, 200, k, place, dtype)
+                launches = a16w8_tiles.plan(replace(given, constant=True, target=target), config)
+                yield Form(f"gated M{m} K{k} constant {config}", launches, operands)
+                operands, given = made(m, 200, k, WEIGHT_BLOCKS[1], place, dtype=dtype)
             config = replace(config, READY=0)
             if config not in of_others:
                 yield Form(f"M{m} K{k} {config}", a16w8_tiles.plan(given, config), operands)
@@ -695,7 +714,8 @@ CUDA: Final = (
     KernelInfo(
         # x is multiplied in FP8 parts: on an H100 one of 1600 sums is off by more than 2**-12.
         "a16w8_tiles.cu", _a16w8_tiles, 1e-5, 2.0**-11, overlaps=True, early=_WEIGHT_EARLY,
-        emulated=("M1 8x64", "M8 constant", "M16 K"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+        emulated=("M1 8x64", "M8 constant", "M16 K", "gated 8x64", "gated constant"),
+        nan=(*_WEIGHT_NAN, "gate", "up"), far=_WEIGHT_FAR,
     ),
     KernelInfo(
         "mm_a16w8.cu", _mm_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,

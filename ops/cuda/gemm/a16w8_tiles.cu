@@ -18,10 +18,13 @@
 //
 // Overlap: as in `decode_tiles.cuh`.
 //
+// GATED: the rows are silu(x) * up, computed in float32 and rounded to the type of x when they are split. Each block
+// computes those of its part of K.
+//
 // Shared memory: w (STAGES, BN, BK), the cluster's sums, the mbarriers, x (count, PARTS * ROWS, BK), scales of x and of
 // w.
 //
-// Macros: INPUT (BF16, FP16), OUT and BIAS of the enum Element; B_FP8 of the enum Fp8, the type of w (A_FP8, that of
+// Macros: INPUT (BF16, FP16), GATED, OUT and BIAS of the enum Element; B_FP8 of the enum Fp8, the type of w (A_FP8, that of
 // the parts of x, is E4M3; the generated `wgmma` has ROWS columns for each part); TAIL, whether K is a multiple of 8
 // and not of 128, so that zeros follow it; SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); ROWS (8, 16); TILES (1);
 // WARPS_N (4 are a warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); LANES (8 or 16, which
@@ -54,7 +57,8 @@ static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STAGES_ON), "all
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
     a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias,
-                OutType* out, int M, int N, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n) {
+                OutType* out, int M, int N, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n,
+                const uint16_t* up, int up_m) {
     if constexpr (!LATE) let_next_begin();
     char* const stages = swizzled_memory();
     const uint32_t base = shared_address(stages);
@@ -93,6 +97,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     const int item = threadIdx.x / LANES, along = threadIdx.x % LANES;
     const uint16_t* x_from =
         settled(x + int64_t(first_m + item % X_ROWS) * x_m + (start + item / X_ROWS) * BK + 8 * along);
+    [[maybe_unused]] const uint16_t* up_from = nullptr;
+    if constexpr (GATED)
+        up_from = settled(up + int64_t(first_m + item % X_ROWS) * up_m + (start + item / X_ROWS) * BK + 8 * along);
     uint32_t to = settled(base + AT_X + item / X_ROWS * X_BYTES + item % X_ROWS * BK);
     auto piece = [&](int i) { return ((i ^ (item % X_ROWS % 8)) * 16); };
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
@@ -136,6 +143,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
         auto place = [&](int p) { return to + p * STAGES_ON * X_BYTES; };
         bool inside[AHEAD];
         uint4 taken[AHEAD][PIECES];
+        [[maybe_unused]] uint4 factors[AHEAD][PIECES];
 #pragma unroll
         for (int p = 0; p < AHEAD; ++p) {
             inside[p] = first + item / X_ROWS + p * STAGES_ON < count && item % X_ROWS < rows;
@@ -144,10 +152,20 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
 #pragma unroll
             for (int i = 0; i < PIECES; ++i)
                 taken[p][i] = load_written(from + i * 8 * LANES, inside[p] && left > i * 8 * LANES);
+            if constexpr (GATED) {
+                const uint16_t* const from_up = up_from + p * STAGES_ON * BK;
+#pragma unroll
+                for (int i = 0; i < PIECES; ++i)
+                    factors[p][i] = load_written(from_up + i * 8 * LANES, inside[p] && left > i * 8 * LANES);
+            }
         }
         hold(READY, HELD);
 #pragma unroll
         for (int p = 0; p < AHEAD; ++p) {
+            if constexpr (GATED) {
+#pragma unroll
+                for (int i = 0; i < PIECES; ++i) taken[p][i] = gated<XType>(taken[p][i], factors[p][i]);
+            }
             uint32_t most = 0;
 #pragma unroll
             for (int i = 0; i < 4 * PIECES; ++i) most = __vmaxu2(most, word(taken[p][i / 4], i % 4) & 0x7fff7fff);
@@ -176,6 +194,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
             }
             if (inside[p] && along == 0) store_shared(scale_to + p * STAGES_ON * ROWS * 4, scale.bits);
         }
+        if constexpr (GATED) up_from += AHEAD * STAGES_ON * BK;
         x_from += AHEAD * STAGES_ON * BK, to += AHEAD * STAGES_ON * X_BYTES, scale_to += AHEAD * STAGES_ON * ROWS * 4;
     }
     fence_async();

@@ -130,7 +130,7 @@ def accepts(product: WeightProduct) -> str | None:
         return f"K={x.shape[-1]} is no multiple of {_PIECE}"
     if not is_k_contiguous(w):
         return "columns of w are not contiguous"
-    if not has_pieces(x):
+    if not all(map(has_pieces, (x,) if product.up is None else (x, product.up))):
         return "rows of x do not begin at multiples of 16 bytes"
     config = configure(replace(product, constant=False))
     if config.STAGES < LEAST_STAGES:
@@ -285,7 +285,7 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
         "TAIL": int(k % STAGE_K > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
-        "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "BIAS": 0 if bias is None else OUT[bias.dtype], "GATED": int(product.up is not None),
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1,
@@ -311,11 +311,13 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
                 "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(product.w),
                 "bias_n": 0 if bias is None else bias.stride(-1),
+                "up": product.up, "up_m": 0 if product.up is None else product.up.stride(-2),
             },
             target=target,
             options=options,
             overlaps=True,
             constant=("w", "w_scale") if constant else (),
+            binds={} if product.up is None else {"x": "gate"},
             late=config.LATE,
         ),
     )  # fmt: skip

@@ -4,6 +4,7 @@
 #pragma once
 #include "element.cuh"
 #include "instructions.cuh"
+#include "silu.cuh"
 
 // PLAIN: x. SILU_MUL: silu(x) * other. RMS_NORM: x * rstd * other, where `other` is one row, the weight. SILU_MUL_GRAD:
 // the gradient of silu(gate) * up, where `x` has gate and up side by side, as the gradient has, and `other` is the
@@ -203,9 +204,6 @@ INLINE void load_octets(Octet (&octets)[COUNT], const void* base, int64_t first_
         }
     }
 }
-
-// The relative error is under 1e-5.
-INLINE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // The derivatives of silu(gate) * up by gate and by up.
 INLINE float grad_of_gate(float gate, float up) {

@@ -1,0 +1,76 @@
+"""Computes `silu(gate) * up` of few rows in the product that reads it, by an FP8 weight: one launch in place of two.
+
+    mlp.down_proj(F.silu(gate) * up)                                  # fp8fn::silu_mul_mm_a16w8
+
+The pattern runs on the graphs that Inductor compiles, because only these show all readers of a tensor. The op rounds
+the rows to their type, as Inductor's kernel does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch.fx import Graph, Node
+
+from fp8fn.lowering.graph.emit import call, replace
+from fp8fn.lowering.graph.nodes import arguments_of, source_of, tensor_of
+from fp8fn.lowering.graph.quantizers import computed, like, readers, reshaped_of
+from fp8fn.lowering.graph.substitute import Substitution
+from fp8fn.lowering.graph.views import sized
+from fp8fn.lowering.patterns.producers import SiluMul, find_silu_mul
+from fp8fn.ops import targets
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.layout import known_block
+from fp8fn.ops.mm_a16w8 import MOST_GATED_ROWS, serves_gated
+from fp8fn.ops.operand import Quantized
+
+NAME: Final = "gated_rows"
+_PRODUCT: Final = torch.ops.fp8fn.mm_a16w8.default
+_OP: Final = torch.ops.fp8fn.silu_mul_mm_a16w8.default
+
+
+def substitute(graph: Graph) -> Iterator[Substitution]:
+    """Reports each product of `silu(gate) * up` by an FP8 weight."""
+    for node in list(graph.find_nodes(op="call_function", target=_PRODUCT)):
+        given = arguments_of(node)
+        rows = reshaped_of(given["x"])
+        if (found := find_silu_mul(rows)) is None:
+            continue
+        x, w = tensor_of(given["x"]), tensor_of(given["w"])
+        reason = _why_not(node, given, found)
+        name, at, made = str(node), source_of(node), ""
+        if reason is None:
+            with graph.inserting_before(node):
+                gate, up = (like(graph, part, given["x"]) for part in found.inputs)
+                weight = given["w"], given["w_scale"], [*given["w_block"]]
+                new = call(graph, _OP, gate, up, *weight, *[True] * given["constant"])
+            replace(graph, node, new)
+            made = str(_OP)
+        yield Substitution(NAME, name, at, str(_PRODUCT), (x.shape[0], w.shape[-1], x.shape[-1]), made, reason)
+
+
+def _why_not(node: Node, given: dict[str, Any], found: SiluMul) -> str | None:
+    x, w, rows = tensor_of(given["x"]), tensor_of(given["w"]), reshaped_of(given["x"])
+    if x.ndim != 2 or w.ndim != 2 or not all(isinstance(size, int) for size in (*x.shape, *w.shape)):
+        return "it is no product of matrices of known sizes"
+    if x.shape[0] > MOST_GATED_ROWS:
+        return f"M={x.shape[0]} rows, more than {MOST_GATED_ROWS}"
+    if given["bias"] is not None or given["batch_invariant"] or given["out_dtype"] not in (None, x.dtype):
+        return "the product has a bias, another output type or is batch-invariant"
+    if (fault := found.fault()) is not None or found.gate.meta["val"].dtype != x.dtype:
+        return fault or f"gate is {found.gate.meta['val'].dtype} and x {x.dtype}"
+    if any(reader is not node for reader in readers(rows)):
+        return "another reads silu(gate) * up too, so that it has to be written"
+    if any(computed(reshaped_of(part)) for part in found.inputs):
+        return "Inductor computes gate or up, and fuses silu(gate) * up with it"
+    target = targets.target_of(x.device)
+    if target.backend == "cpu":
+        return None
+    gate, up = (sized(part.meta["val"], x.shape) for part in found.inputs)
+    weight, scale, block = sized(w), sized(tensor_of(given["w_scale"])), known_block(given["w_block"])
+    if gate is None or up is None or weight is None or scale is None or block is None:
+        return "a size is not known"
+    reason = serves_gated(gate, up, Quantized(weight, scale, block), target) or nvrtc.unavailable()
+    return None if reason is None else f"no kernel for it: {reason}"

@@ -1,0 +1,216 @@
+"""A few rows `silu(gate) * up` times an FP8 weight become one op in the graphs that `backend="fp8fn"` compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8fn
+from fp8fn.lowering import post_grad_pass
+from fp8fn.lowering.graph.substitute import Substitution
+from fp8fn.lowering.patterns import gated_rows
+from fp8fn.ops import mm_a16w8, reference
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.mm_a16w8 import SILU_MUL_MM_A16W8, serves_gated
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.targets import GFX942, SM90
+from support.accuracy import snr
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WIDTH, HIDDEN = 256, 384
+OP = "fp8fn.silu_mul_mm_a16w8.default"
+
+
+class MLP(nn.Module):
+    """With gate and up side by side, or one by one."""
+
+    def __init__(self, *, one: bool = False, bias: bool = False, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.one = one
+        widths = [2 * HIDDEN] if one else [HIDDEN, HIDDEN]
+        self.into = nn.ModuleList(nn.Linear(WIDTH, width, bias=False) for width in widths)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.to(dtype).requires_grad_(False)
+        fp8fn.quantize_weights(self, where="*")
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.one:
+            gate, up = self.into[0](x).chunk(2, dim=-1)
+            return gate, up
+        return self.into[0](x), self.into[1](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.parts(x)
+        return self.down(F.silu(gate) * up)
+
+
+class Reads(MLP):
+    """Returns the rows as well."""
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = self.parts(x)
+        rows = F.silu(gate) * up
+        return self.down(rows), rows
+
+
+class Computes(MLP):
+    """`up` comes from an elementwise kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.parts(x)
+        return self.down(F.silu(gate) * (up + 1))
+
+
+class GELU(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.parts(x)
+        return self.down(F.gelu(gate) * up)
+
+
+def model(kind: Callable[..., nn.Module] = MLP, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(**options)
+
+
+def run(mlp: nn.Module, x: Tensor, **options: Any) -> tuple[Any, list[Substitution]]:
+    torch._dynamo.reset()
+    patch = torch._inductor.config.patch(fx_graph_cache=False)
+    with torch.no_grad(), patch, post_grad_pass.recorded() as reports:
+        found = torch.compile(mlp, backend="fp8fn", fullgraph=True, **options)(x)
+    return found, [report for report in reports if report.pattern == gated_rows.NAME]
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("shape", [(1, WIDTH), (8, WIDTH), (2, 3, WIDTH)], ids=str)
+def test_few_rows_become_one_op(shape: tuple[int, ...], dtype: torch.dtype, one: bool) -> None:
+    mlp, x = model(one=one, dtype=dtype), torch.randn(*shape).to(dtype)
+    found, (report,) = run(mlp, x)
+    rows = x.shape[:-1].numel()
+    assert (report.made, report.reason, report.shape) == (OP, None, (rows, WIDTH, HIDDEN))
+    with torch.no_grad():
+        gate, up = mlp.parts(x)
+        exact = (F.silu(gate.float()) * up.float()).to(dtype).double() @ mlp.down.weight.dequantize(FP32).double().mT
+    assert snr(found, exact) > {BF16: 45, FP16: 65, FP32: 110}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "rows", "reason"),
+    [
+        (MLP, {}, 9, "M=9 rows, more than 8"),
+        (MLP, {"bias": True}, 4, "the product has a bias, another output type or is batch-invariant"),
+        (Reads, {}, 4, "another reads silu(gate) * up too, so that it has to be written"),
+        (Computes, {}, 4, "Inductor computes gate or up, and fuses silu(gate) * up with it"),
+    ],
+)
+def test_others_stay(kind: Callable[..., nn.Module], options: dict[str, Any], rows: int, reason: str) -> None:
+    found, (report,) = run(model(kind, **options), torch.randn(rows, WIDTH).to(BF16))
+    assert (report.made, report.reason) == ("", reason)
+    assert found is not None
+
+
+def test_another_activation_is_none_of_its_products() -> None:
+    assert run(model(GELU), torch.randn(4, WIDTH).to(BF16))[1] == []
+
+
+def test_a_batch_invariant_product_stays() -> None:
+    x = torch.randn(4, WIDTH).to(BF16)
+    _, (report,) = run(model(), x, options={"batch_invariant": True})
+    assert report.reason == "the product has a bias, another output type or is batch-invariant"
+
+
+def test_a_length_that_is_known_at_run_time_stays() -> None:
+    _, (report,) = run(model(), torch.randn(4, WIDTH).to(BF16), dynamic=True)
+    assert report.reason == "it is no product of matrices of known sizes"
+
+
+@pytest.mark.parametrize(
+    ("gate", "reason"),
+    [
+        (torch.empty(4, HIDDEN, dtype=BF16), None),
+        (torch.empty(4, 2 * HIDDEN, dtype=BF16)[:, :HIDDEN], None),
+        (torch.empty(4, HIDDEN, dtype=FP32), "x has dtype torch.float32, not 16 bits"),
+        (torch.empty(HIDDEN, 4, dtype=BF16).mT, "rows of x do not begin at multiples of 16 bytes"),
+        (torch.empty(4, HIDDEN + 1, dtype=BF16)[:, 1:], "rows of x do not begin at multiples of 16 bytes"),
+        (torch.empty(9, HIDDEN, dtype=BF16), "M=9 rows, which each block of columns would compute anew"),
+    ],
+)
+def test_what_the_kernel_takes(gate: Tensor, reason: str | None) -> None:
+    q = fp8fn.quantize(torch.randn(WIDTH, HIDDEN), (128, 128)).mT
+    found = serves_gated(gate, torch.empty_like(gate), Quantized(q.data, q.scale, q.block), SM90)
+    assert found is None if reason is None else (found or "").startswith(reason)
+    up = torch.empty(gate.shape[0], HIDDEN + 4, dtype=gate.dtype)[:, 4:]
+    if reason is None:
+        found = serves_gated(gate, up, Quantized(q.data, q.scale, q.block), SM90)
+        assert found == "rows of x do not begin at multiples of 16 bytes"
+
+
+def test_other_gpus_keep_two_kernels() -> None:
+    q = fp8fn.quantize(torch.randn(WIDTH, HIDDEN), (128, 128), dtype=torch.float8_e4m3fnuz).mT
+    x = torch.empty(4, HIDDEN, dtype=BF16)
+    assert serves_gated(x, x, Quantized(q.data, q.scale, q.block), GFX942) is not None
+
+
+def test_a_graph_on_hopper_is_planned_as_the_kernel_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up as slices of one result are read where they lie."""
+    monkeypatch.setattr(gated_rows.targets, "target_of", lambda device: SM90)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    monkeypatch.setattr(mm_a16w8, "SILU_MUL_MM_A16W8", None)  # nothing runs it here
+    for options in ({"one": True}, {}):
+        _, (report,) = run(model(**options), torch.randn(1, WIDTH).to(BF16))
+        assert (report.made, report.reason) == (OP, None)
+    _, (report,) = run(model(dtype=FP32), torch.randn(1, WIDTH))
+    assert report.reason == "no kernel for it: x has dtype torch.float32, not 16 bits"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"gate": torch.empty(2, 2, HIDDEN)}, ValueError, r"gate has shape \(2, 2, 384\); it must be \(M, K\)"),
+        (
+            {"up": torch.empty(3, HIDDEN)},
+            ValueError,
+            r"gate has shape \(2, 384\) and up \(3, 384\); they must be equal",
+        ),
+        ({"up": torch.empty(2, HIDDEN, dtype=FP16)}, TypeError, r"gate has dtype torch.float32 and up torch.float16"),
+        ({"up": torch.empty(2, HIDDEN, device="meta")}, ValueError, "gate is on cpu and up on meta; move them"),
+        ({"w": torch.empty(HIDDEN, WIDTH)}, TypeError, "silu_mul_mm_a16w8: w"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Tensor], error: type[Exception], words: str) -> None:
+    q = fp8fn.quantize(torch.randn(WIDTH, HIDDEN), (128, 128)).mT
+    given = {"gate": torch.empty(2, HIDDEN), "up": torch.empty(2, HIDDEN), "w": q.data, "w_scale": q.scale}
+    with pytest.raises(error, match=words):
+        torch.ops.fp8fn.silu_mul_mm_a16w8(**{**given, **change}, w_block=q.block)
+
+
+def test_no_kernel_means_two_ops() -> None:
+    q = fp8fn.quantize(torch.randn(WIDTH, HIDDEN), (128, 128)).mT
+    gate, up = torch.randn(2, 40, HIDDEN).to(BF16)
+    found = SILU_MUL_MM_A16W8((gate, up, q.data, q.scale), (q.block, False))[0]
+    rows = reference.silu_mul(gate, up).to(BF16)
+    assert torch.equal(found, torch.ops.fp8fn.mm_a16w8(rows, q.data, q.scale, q.block))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_values_on_a_gpu(rows: int, one: bool) -> None:
+    """Also in a CUDA graph, where the weight is read before the launch ahead has ended."""
+    mlp = model(one=one).cuda()
+    x = torch.randn(rows, WIDTH, device="cuda", dtype=BF16)
+    with torch.no_grad():
+        gate, up = mlp.parts(x)
+        exact = (F.silu(gate.float()) * up.float()).to(BF16).double() @ mlp.down.weight.dequantize(FP32).double().mT
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        compiled = torch.compile(mlp, backend="fp8fn", fullgraph=True, mode=mode)
+        with torch.no_grad(), post_grad_pass.recorded() as reports:
+            for _ in range(3):
+                assert snr(compiled(x).clone(), exact) > 45
+        assert [report.made for report in reports if report.pattern == gated_rows.NAME] == [OP]
