@@ -483,9 +483,7 @@ def silu_mul_mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list
     beside = x(8, 512)
     return [
         Sample("plain", (x(1, 256), x(1, 256), *_operand(x(384, 256).mT, square)), {}),
-        Sample(
-            "side_by_side", (beside[:, :256], beside[:, 256:], *_operand(x(160, 256).mT, square)), {"constant": True}
-        ),
+        Sample("strided", (beside[:, :256], beside[:, 256:], *_operand(x(160, 256).mT, square)), {"constant": True}),
         Sample("ragged", (x(5, 190, dtype=FP16), x(5, 190, dtype=FP16), *_operand(x(65, 190).mT, (128, 1))), {}),
         Sample("float32", (x(3, 70, dtype=FP32), x(3, 70, dtype=FP32), *_operand(x(70, 33), (1, 128), **e5m2)), {}),
         Sample("many", (x(130, 128), x(130, 128), *_operand(x(96, 128).mT, (-1, 1))), {}),
