@@ -150,6 +150,16 @@ def test_what_the_kernel_takes(gate: Tensor, reason: str | None) -> None:
         assert found == "rows of x do not begin at multiples of 16 bytes"
 
 
+def test_a_stride_of_up_past_32_bits_is_left() -> None:
+    q = fp8fn.quantize(torch.randn(WIDTH, HIDDEN), (128, 128)).mT
+    weight = Quantized(*(part.to("meta") for part in (q.data, q.scale)), q.block)
+    gate, near, far = (
+        torch.empty_strided((2, HIDDEN), (step, 1), dtype=BF16, device="meta") for step in (HIDDEN, 2**30, 2**31)
+    )
+    assert serves_gated(gate, near, weight, SM90) is None
+    assert serves_gated(gate, far, weight, SM90) == "a size or a stride is past 32 bits"
+
+
 def test_other_gpus_keep_two_kernels() -> None:
     q = fp8fn.quantize(torch.randn(WIDTH, HIDDEN), (128, 128), dtype=torch.float8_e4m3fnuz).mT
     x = torch.empty(4, HIDDEN, dtype=BF16)

@@ -87,7 +87,8 @@ def accepts(product: WeightProduct) -> str | None:
         return f"w {fault}"
     if out.dim() == 3 and out.shape[0] > MOST_BLOCKS:
         return f"a batch of {out.shape[0]} is more than a grid has"
-    strides = (*x.stride(), *w.stride(), *w_scale.stride(), *(() if bias is None else bias.stride()))
+    given = (each for each in (x, product.up, w, w_scale, bias) if each is not None)
+    strides = [step for each in given for step in each.stride()]
     if max(*x.shape, *w.shape, *strides) > LARGEST:
         return "a size or a stride is past 32 bits"
     return None
