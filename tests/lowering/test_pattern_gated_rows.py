@@ -20,6 +20,7 @@ from fp8fn.ops.mm_a16w8 import SILU_MUL_MM_A16W8, serves_gated
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import GFX942, SM90
 from support.accuracy import snr
+from support.cuda_emulator import hopper_on_cpu, needs_compiler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH, HIDDEN = 256, 384
@@ -176,6 +177,47 @@ def test_a_graph_on_hopper_is_planned_as_the_kernel_takes_it(monkeypatch: pytest
         assert (report.made, report.reason) == (OP, None)
     _, (report,) = run(model(dtype=FP32), torch.randn(1, WIDTH))
     assert report.reason == "no kernel for it: x has dtype torch.float32, not 16 bits"
+
+
+@needs_compiler
+def test_the_op_keeps_its_call_and_takes_pointers_in_order() -> None:
+    """On a second call nothing is planned: the launch of the first takes the new tensors."""
+    with hopper_on_cpu() as launches:
+        for rows, constant in ((3, False), (3, True), (3, False), (3, True)):
+            q = fp8fn.quantize(torch.randn(40, HIDDEN), (128, 128)).mT
+            gate, up = torch.randn(rows, 2 * HIDDEN).to(BF16).chunk(2, -1)
+            found = mm_a16w8.silu_mul_mm_a16w8_kernel(gate, up, q.data, q.scale, q.block, constant)
+            exact = reference.silu_mul(gate, up).to(BF16).double() @ q.dequantize(FP32).double()
+            assert found.dtype == BF16
+            assert snr(found, exact) > 45
+        assert [launch.name for launch in launches] == ["a16w8_tiles"] * 2
+        assert [launch.options["W_CONSTANT"] for launch in launches] == [0, 1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+    """Row by row as in float32, whose rows are rounded to 16 bits; K ends within a K tile."""
+    inf, nan, most = torch.inf, torch.nan, torch.finfo(dtype).max
+    pairs = [(nan, 1), (1, nan), (inf, 1), (inf, 0), (-inf, 1), (most, most), (-100, most), (0, inf)]
+    q = fp8fn.quantize(torch.randn(40, 272), (128, 128)).mT
+    gate, up = torch.randn(2, 8, 272).to(dtype)
+    clean = gate.clone(), up.clone()
+    for row, pair in enumerate(pairs[:7]):
+        gate[row, 130 + row], up[row, 130 + row] = pair
+    for last, pair in ((False, (-100, 3)), (True, pairs[7])):
+        gate[7, 5], up[7, 5] = pair
+        with hopper_on_cpu():
+            found, before = (
+                mm_a16w8.silu_mul_mm_a16w8_kernel(*each, q.data, q.scale, q.block) for each in ((gate, up), clean)
+            )
+        rows = reference.silu_mul(gate, up).to(dtype)
+        assert rows.isfinite().all(-1).tolist() == [False] * 6 + [True, not last]
+        exact = rows.double() @ q.dequantize(FP32).double()
+        assert snr(found[rows.isfinite().all(-1)], exact[rows.isfinite().all(-1)]) > 45
+        assert torch.equal(found.isnan(), exact.isnan())
+        assert torch.equal(found[exact.isinf()].double(), exact[exact.isinf()])
+        assert before.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -715,7 +715,7 @@ CUDA: Final = (
         # x is multiplied in FP8 parts: on an H100 one of 1600 sums is off by more than 2**-12.
         "a16w8_tiles.cu", _a16w8_tiles, 1e-5, 2.0**-11, overlaps=True, early=_WEIGHT_EARLY,
         emulated=("M1 8x64", "M8 constant", "M16 K", "gated 8x64", "gated constant"),
-        nan=(*_WEIGHT_NAN, "gate", "up"), far=_WEIGHT_FAR,
+        nan=(*_WEIGHT_NAN, "gate", "up"), far=(*_WEIGHT_FAR, ("gate", -2), ("up", -2)),
     ),
     KernelInfo(
         "mm_a16w8.cu", _mm_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,

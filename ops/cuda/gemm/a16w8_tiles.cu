@@ -24,13 +24,13 @@
 // Shared memory: w (STAGES, BN, BK), the cluster's sums, the mbarriers, x (count, PARTS * ROWS, BK), scales of x and of
 // w.
 //
-// Macros: INPUT (BF16, FP16), GATED, OUT and BIAS of the enum Element; B_FP8 of the enum Fp8, the type of w (A_FP8, that of
+// Macros: INPUT (BF16, FP16), OUT and BIAS of the enum Element; B_FP8 of the enum Fp8, the type of w (A_FP8, that of
 // the parts of x, is E4M3; the generated `wgmma` has ROWS columns for each part); TAIL, whether K is a multiple of 8
-// and not of 128, so that zeros follow it; SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); ROWS (8, 16); TILES (1);
-// WARPS_N (4 are a warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); LANES (8 or 16, which
-// share a row of a K tile), AHEAD (such parts of x that a thread loads at once); STAGES, CLUSTER, RESIDENT (blocks a
-// multiprocessor), W_CONSTANT, LATE; HELD, stages of w that are held in registers, or 0, of which READY are loaded
-// before the wait; X_OVER, whether x overwrites the stages that are held.
+// and not of 128, so that zeros follow it; GATED (0, 1); SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); ROWS (8,
+// 16); TILES (1); WARPS_N (4 are a warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); LANES
+// (8 or 16, which share a row of a K tile), AHEAD (such parts of x that a thread loads at once); STAGES, CLUSTER,
+// RESIDENT (blocks a multiprocessor), W_CONSTANT, LATE; HELD, stages of w that are held in registers, or 0, of which
+// READY are loaded before the wait; X_OVER, whether x overwrites the stages that are held.
 #include "decode_tiles.cuh"
 #include "exchange.cuh"
 #include "split.cuh"

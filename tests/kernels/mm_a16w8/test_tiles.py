@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import DECODE
 from fp8fn.ops import mm_a16w8 as op
+from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import a16w8_tiles
 from fp8fn.ops.cuda.gemm.a16w8_tiles import PARTS, A16W8TilesConfig, accepts, choose_config, untuned
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -195,6 +196,20 @@ def test_what_is_not_finite_stays_in_its_rows_and_columns(dtype: torch.dtype) ->
 
 
 @needs_compiler
+@pytest.mark.parametrize("constant", [False, True])
+def test_gated_rows_longer_than_what_a_thread_loads_at_once(constant: bool) -> None:
+    """Its pointers to gate and up, which have different strides, are moved on; K ends within a K tile."""
+    config = A16W8TilesConfig(8, 4, 3, 1)
+    gate, up = torch.randn(8, 2000).bfloat16()[:, 64:1888], torch.randn(8, 1824).bfloat16()
+    w = operand(1824, 70, (128, 128))
+    found = torch.full((8, 70), 7.0)
+    launch = plan(weight_product(gate, w, found, up=up, constant=constant), config)
+    assert launch.options["AHEAD"] * (128 // launch.options["LANES"]) // 8 < 15 == -(-1824 // 128)
+    emulate(launch)
+    assert_right(found, reference.silu_mul(gate, up).bfloat16(), w)
+
+
+@needs_compiler
 def test_strides_of_x_and_of_scales() -> None:
     wide = torch.randn(6, 400).bfloat16()
     w = operand(256, 40, (128, 1))
@@ -356,6 +371,10 @@ def launches(m: int) -> Iterator[CudaLaunch]:
     for k, n in CROWDED:
         for x in (BF16, FP16):
             yield plan(unwritten(m, n, k, x=x))
+    for k, n in (*DECODE, *SHORT, *LARGE) if m in (1, 8) else ():
+        for constant in (False, True):
+            given = unwritten(m, n, k, x=BF16 if m == 1 else FP16, constant=constant)
+            yield plan(replace(given, up=torch.empty_like(given.x)))
     if m in (1, 16):
         for block in BLOCKS:
             yield plan(unwritten(m, 2300, 6144, block, x=FP16, fp8=E5M2, bias=FP32, constant=True))
