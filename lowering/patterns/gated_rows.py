@@ -8,6 +8,7 @@ the rows to their type, as Inductor's kernel does.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -15,12 +16,13 @@ import torch
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call, replace
-from fp8fn.lowering.graph.nodes import arguments_of, source_of, tensor_of
-from fp8fn.lowering.graph.quantizers import computed, like, readers, reshaped_of
+from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, tensor_of
+from fp8fn.lowering.graph.quantizers import RESHAPES, computed, like, reshaped_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import sized
-from fp8fn.lowering.patterns.producers import SiluMul, find_silu_mul
+from fp8fn.lowering.patterns.producers import SiluMul, find_silu_mul, unread_beside
 from fp8fn.ops import targets
+from fp8fn.ops.cuda.limits import TMA_ALIGNMENT
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.layout import known_block
 from fp8fn.ops.mm_a16w8 import MOST_GATED_ROWS, serves_gated
@@ -52,7 +54,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
 
 
 def _why_not(node: Node, given: dict[str, Any], found: SiluMul) -> str | None:
-    x, w, rows = tensor_of(given["x"]), tensor_of(given["w"]), reshaped_of(given["x"])
+    x, w = tensor_of(given["x"]), tensor_of(given["w"])
     if x.ndim != 2 or w.ndim != 2 or not all(isinstance(size, int) for size in (*x.shape, *w.shape)):
         return "it is no product of matrices of known sizes"
     if x.shape[0] > MOST_GATED_ROWS:
@@ -61,9 +63,9 @@ def _why_not(node: Node, given: dict[str, Any], found: SiluMul) -> str | None:
         return "the product has a bias, another output type or is batch-invariant"
     if (fault := found.fault()) is not None or found.gate.meta["val"].dtype != x.dtype:
         return fault or f"gate is {found.gate.meta['val'].dtype} and x {x.dtype}"
-    if any(reader is not node for reader in readers(rows)):
-        return "another reads silu(gate) * up too, so that it has to be written"
-    if any(computed(reshaped_of(part)) for part in found.inputs):
+    if _read_elsewhere(node, given["x"], found):
+        return "another reads silu(gate) * up too, or a part of it, so that a kernel of Inductor's stays"
+    if any(computed(_viewed(part)) for part in found.inputs):
         return "Inductor computes gate or up, and fuses silu(gate) * up with it"
     target = targets.target_of(x.device)
     if target.backend == "cpu":
@@ -72,5 +74,30 @@ def _why_not(node: Node, given: dict[str, Any], found: SiluMul) -> str | None:
     weight, scale, block = sized(w), sized(tensor_of(given["w_scale"])), known_block(given["w_block"])
     if gate is None or up is None or weight is None or scale is None or block is None:
         return "a size is not known"
-    reason = serves_gated(gate, up, Quantized(weight, scale, block), target) or nvrtc.unavailable()
+    if not all(map(_begins_aligned, found.inputs)):
+        return "gate or up does not begin at a multiple of 16 bytes"
+    weight_parts = Quantized(weight, scale, block)
+    reason = serves_gated(gate, up, weight_parts, target, constant=given["constant"]) or nvrtc.unavailable()
     return None if reason is None else f"no kernel for it: {reason}"
+
+
+def _read_elsewhere(node: Node, x: Node, found: SiluMul) -> bool:
+    """Whether another node than `node` needs the rows, or a step between gate, up and the rows."""
+    gone = unread_beside(node, x, found.inputs)
+    steps = [x, *(step for each in gone - {node} for step in each.all_input_nodes)]
+    return any(step not in gone and step not in found.inputs for step in steps)
+
+
+def _viewed(node: Node) -> Node:
+    """The tensor that `node` is a view of, or part of."""
+    while True:
+        view = input_of(node) if node.target is operator.getitem else node
+        if not getattr(view.target, "is_view", False) and view.target not in RESHAPES:
+            return node
+        node = input_of(view)
+
+
+def _begins_aligned(part: Node) -> bool:
+    """Whether the kernel may load 16 bytes from the first element on; memory itself begins at such a multiple."""
+    begin = tensor_of(part).storage_offset()
+    return isinstance(begin, int) and begin * tensor_of(part).itemsize % TMA_ALIGNMENT == 0

@@ -256,7 +256,7 @@ def _known(quantizer: Quantizer, found: Producer) -> bool:
     """Whether the graph computes a norm's statistics anyway, so that the op need not."""
     if isinstance(found, SiluMul):
         return False
-    gone = _chain(quantizer, (found.x,))
+    gone = unread_beside(quantizer.node, quantizer.x, (found.x,))
     return found.eps is None or any(reader not in gone for reader in found.rstd.users)
 
 
@@ -277,7 +277,7 @@ def _why_not(quantizer: Quantizer, product: Node, found: Producer, known: bool) 
 def _saved(quantizer: Quantizer, found: Producer, known: bool) -> int:
     """The bytes of memory traffic that the op saves for each element."""
     stop = (*found.inputs, *([found.rstd] if isinstance(found, RmsNorm) and known else []))
-    gone, later = _chain(quantizer, stop), _after(quantizer.node)
+    gone, later = unread_beside(quantizer.node, quantizer.x, stop), _after(quantizer.node)
     saved: int = 2 * quantizer.x.meta["val"].dtype.itemsize  # one kernel writes the tensor, the next one reads it
     for node in found.inputs:
         size = node.meta["val"].dtype.itemsize
@@ -292,9 +292,9 @@ def _saved(quantizer: Quantizer, found: Producer, known: bool) -> int:
     return saved
 
 
-def _chain(quantizer: Quantizer, stop: tuple[Node, ...]) -> set[Node]:
-    """The nodes that become unused when the quantizer reads `stop`."""
-    gone, pending = {quantizer.node}, [quantizer.x]
+def unread_beside(reader: Node, x: Node, stop: tuple[Node, ...]) -> set[Node]:
+    """`reader`, and the nodes that become unused when it reads `stop` in place of `x`."""
+    gone, pending = {reader}, [x]
     while pending:
         node = pending.pop()
         if node in gone or node in stop or node.op != "call_function" or not all(user in gone for user in node.users):

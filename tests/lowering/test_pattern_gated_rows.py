@@ -25,6 +25,8 @@ from support.cuda_emulator import hopper_on_cpu, needs_compiler
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH, HIDDEN = 256, 384
 OP = "fp8fn.silu_mul_mm_a16w8.default"
+READ = "another reads silu(gate) * up too, or a part of it, so that a kernel of Inductor's stays"
+COMPUTED = "Inductor computes gate or up, and fuses silu(gate) * up with it"
 
 
 class MLP(nn.Module):
@@ -59,6 +61,46 @@ class Reads(MLP):
         return self.down(rows), rows
 
 
+class ReadsGate(MLP):
+    """Returns `silu(gate)` as well."""
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = self.parts(x)
+        silu = F.silu(gate)
+        return self.down(silu * up), silu
+
+
+class ReadsSum(MLP):
+    """Returns the rows in float32 as well."""
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = self.parts(x)
+        rows = F.silu(gate.float()) * up.float()
+        return self.down(rows.to(x.dtype)), rows
+
+
+class Halves(MLP):
+    """Gate and up are halves of what an elementwise kernel makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = (torch.cat(self.parts(x), -1) + 1).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Parts(MLP):
+    """Gate and up are columns of the input, from `first` on."""
+
+    first = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = (x[:, at : at + HIDDEN] for at in (self.first, self.first + HIDDEN))
+        return self.down(F.silu(gate) * up)
+
+
+class PartsByFour(Parts):
+    first = 4
+
+
 class Computes(MLP):
     """`up` comes from an elementwise kernel."""
 
@@ -78,7 +120,7 @@ def model(kind: Callable[..., nn.Module] = MLP, **options: Any) -> nn.Module:
     return kind(**options)
 
 
-def run(mlp: nn.Module, x: Tensor, **options: Any) -> tuple[Any, list[Substitution]]:
+def run(mlp: Callable[..., Any], x: Tensor, **options: Any) -> tuple[Any, list[Substitution]]:
     torch._dynamo.reset()
     patch = torch._inductor.config.patch(fx_graph_cache=False)
     with torch.no_grad(), patch, post_grad_pass.recorded() as reports:
@@ -105,8 +147,11 @@ def test_few_rows_become_one_op(shape: tuple[int, ...], dtype: torch.dtype, one:
     [
         (MLP, {}, 9, "M=9 rows, more than 8"),
         (MLP, {"bias": True}, 4, "the product has a bias, another output type or is batch-invariant"),
-        (Reads, {}, 4, "another reads silu(gate) * up too, so that it has to be written"),
-        (Computes, {}, 4, "Inductor computes gate or up, and fuses silu(gate) * up with it"),
+        (Reads, {}, 4, READ),
+        (ReadsGate, {}, 4, READ),
+        (ReadsSum, {}, 4, READ),
+        (Computes, {}, 4, COMPUTED),
+        (Halves, {}, 4, COMPUTED),
     ],
 )
 def test_others_stay(kind: Callable[..., nn.Module], options: dict[str, Any], rows: int, reason: str) -> None:
@@ -128,6 +173,23 @@ def test_a_batch_invariant_product_stays() -> None:
 def test_a_length_that_is_known_at_run_time_stays() -> None:
     _, (report,) = run(model(), torch.randn(4, WIDTH).to(BF16), dynamic=True)
     assert report.reason == "it is no product of matrices of known sizes"
+
+
+def test_a_backward_computes_what_it_needs_beside() -> None:
+    """There `silu(gate) * grad` is the gradient of up, and the gradient of gate needs the parts of the SiLU too."""
+    x, grads = torch.randn(4, WIDTH).to(BF16), []
+    for fuse in (None, False):
+        torch._dynamo.reset()
+        each = x.clone().requires_grad_()
+        patch = torch._inductor.config.patch(fx_graph_cache=False)
+        with patch, post_grad_pass.recorded() as reports:
+            compiled = torch.compile(model(), backend="fp8fn", fullgraph=True, options={"fuse_quantize": fuse})
+            compiled(each).square().sum().backward()
+        found = [(report.made, report.reason) for report in reports if report.pattern == gated_rows.NAME]
+        assert found == ([(OP, None), ("", READ)] if fuse is None else [])
+        assert each.grad is not None
+        grads.append(each.grad)
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +239,34 @@ def test_a_graph_on_hopper_is_planned_as_the_kernel_takes_it(monkeypatch: pytest
         assert (report.made, report.reason) == (OP, None)
     _, (report,) = run(model(dtype=FP32), torch.randn(1, WIDTH))
     assert report.reason == "no kernel for it: x has dtype torch.float32, not 16 bits"
+
+
+def test_rows_that_begin_between_16_bytes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op would compute them in several launches: what it sees when it runs is an address."""
+    monkeypatch.setattr(gated_rows.targets, "target_of", lambda device: SM90)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    x = torch.randn(2, 2 * HIDDEN + 8).to(BF16)
+    for kind, made, reason in (
+        (Parts, OP, None), (PartsByFour, "", "gate or up does not begin at a multiple of 16 bytes")
+    ):  # fmt: skip
+        _, (report,) = run(model(kind), x)
+        assert (report.made, report.reason) == (made, reason)
+
+
+def test_a_constant_weight_is_planned_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the promise, another kernel is the faster one for this K, and it takes the rows from memory."""
+    monkeypatch.setattr(gated_rows.targets, "target_of", lambda device: SM90)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    x, w = torch.randn(2, 128).to(BF16), fp8fn.quantize(torch.randn(WIDTH, 64), (128, 128)).mT
+    made = {}
+    for constant in (False, True):
+
+        def product(x: Tensor, constant: bool = constant) -> Tensor:
+            return fp8fn.gemm(F.silu(x[:, :64]) * x[:, 64:], w, constant=constant)
+
+        _, (report,) = run(product, x)
+        made[constant] = report.made
+    assert made == {False: "", True: OP}
 
 
 @needs_compiler
