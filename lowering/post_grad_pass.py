@@ -1,4 +1,4 @@
-"""The pass over the forward and backward graphs that Inductor compiles: fuses producers into quantizers."""
+"""The pass over the forward and backward graphs that Inductor compiles: fuses producers into their readers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _listeners: Final[list[list[Substitution]]] = []
 
 
 def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution]:
-    """Fuses in place, and reports each quantizer whose producer a pattern knows."""
+    """Fuses in place, and reports each quantizer, and each product of a few rows, whose producer a pattern knows."""
     substitutions = chain(
         producers.substitute(graph), saved_silu_mul.substitute(graph), silu_mul_backward.substitute(graph),
         grouped_silu_mul_backward.substitute(graph), inlined.substitute(graph, blocks), given_amax.substitute(graph),
@@ -61,7 +61,7 @@ def _reported(graph: Graph, what: str, substitutions: Iterator[Substitution]) ->
 
 
 def recorded() -> AbstractContextManager[list[Substitution]]:
-    """Collects the reports of all compilations inside; `shape` is `(M, 0, K)`, since a quantizer has no N."""
+    """Collects the reports of all compilations inside; `shape` is `(M, 0, K)` of a quantizer, which has no N."""
     return joint_pass.recorded(_listeners)
 
 
