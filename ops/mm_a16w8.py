@@ -54,7 +54,7 @@ MM_A16W8_SCHEMA: Final = (
 SILU_MUL_MM_A16W8_SCHEMA: Final = (
     "silu_mul_mm_a16w8(Tensor gate, Tensor up, Tensor w, Tensor w_scale, int[2] w_block, bool constant=False) -> Tensor"
 )
-# Rows up to which computing them in each block takes less than a launch, as was estimated.
+# Rows up to which computing them in each block was measured to take less than a launch; more were not tried.
 MOST_GATED_ROWS: Final = 8
 
 
@@ -171,10 +171,11 @@ def _reference_by_rows(product: WeightProduct) -> tuple[Tensor]:
 
 
 def _untuned_dequantized(product: WeightProduct) -> str | None:
-    """None for many rows that `cuda_many` can't take."""
+    """None for many rows where TMA can't read `x` or `w`; where it can, `cuda_many` or Triton's kernel is faster."""
     if (reason := dequantize.untuned(product)) is not None:
         return reason
-    return "cuda_many takes the product" if mm_a16w8.accepts(product) is None else None
+    read = all(map_fault(operand) is None for operand in (product.x, product.w.data.mT))
+    return "TMA reads x and the columns of w" if read else None
 
 
 def _untuned_splitk(product: WeightProduct) -> str | None:

@@ -455,9 +455,31 @@ def test_a_weight_in_registers_on_a_gpu(config: A16W8TilesConfig, hopper: Target
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_every_gate_on_a_gpu(dtype: torch.dtype, hopper: Target) -> None:
+    """By an identity, so that the output is the rows as the kernel rounds them; up is 1."""
+    every = torch.arange(1 << 16).to(torch.uint16).view(torch.int16).view(dtype).view(8, 8192)
+    gate = torch.where(every.isfinite(), every, 0).cuda()
+    one = ScaledTensor(torch.eye(8192, device="cuda").to(E4M3).mT, torch.ones(64, 64, device="cuda"), (128, 128))
+    found = torch.full((8, 8192), torch.nan, device="cuda")
+    torch.cuda.synchronize()
+    plan(weight_product(gate, one, found, up=torch.ones_like(gate))).run()
+    wanted = torch.nn.functional.silu(gate.double()).to(dtype).double()
+    # What is 2 ** 14 times smaller than the largest of its 128 loses bits, and the smallest values are flushed to 0.
+    largest = wanted.abs().unflatten(1, (-1, 128)).amax(-1).repeat_interleave(128, 1)
+    lost = largest * 2.0**-20 + torch.finfo(dtype).tiny * 2**10
+    assert ((found - wanted).abs() <= wanted.abs() * torch.finfo(dtype).eps + lost).all()
+    assert (found == wanted)[wanted.abs() > 2**14 * lost].double().mean() > 0.98
+
+
+@pytest.mark.gpu
 def test_a_thousand_runs_give_the_same_bits(hopper: Target) -> None:
     for m in (1, 16):
         x, w = on_gpu(m, 2304, 6144, (128, 128))
         first = torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block)
         for _ in range(1000):
             assert torch.equal(torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block), first)
+    up, gate = torch.randn_like(x[:8]), x[:8]
+    first = torch.ops.fp8fn.silu_mul_mm_a16w8(gate, up, w.data, w.scale, w.block)
+    for _ in range(1000):
+        assert torch.equal(torch.ops.fp8fn.silu_mul_mm_a16w8(gate, up, w.data, w.scale, w.block), first)
