@@ -180,6 +180,11 @@ def takes_everything(where: Where) -> bool:
     return "*" in patterns_of(where)
 
 
+def takes_nothing(where: Where) -> bool:
+    """Whether `where` is an empty list of patterns: on purpose, so that there is nothing to warn about."""
+    return not (where is None or callable(where) or patterns_of(where))
+
+
 def check_where(where: object) -> None:
     """Raises TypeError for a `where` that is neither a function nor patterns."""
     patterns = [where] if isinstance(where, str) else where

@@ -38,8 +38,8 @@ def fp8fn(
         mode: Inductor's mode.
         options: `recipe` is a `Recipe` or a preset's name (default `"blockwise_square"`). `where` selects products: a
             function of a `fp8fn.Site`, or glob patterns of the weights' names; `"*"` also takes
-            `torch._scaled_grouped_mm`. Layers behind a graph break share a graph, which the first layer's names decide
-            about. All options but these and those below are Inductor's.
+            `torch._scaled_grouped_mm`, and an empty list selects none. Layers behind a graph break share a graph, which
+            the first layer's names decide about. All options but these and those below are Inductor's.
             With Inductor's `max_autotune` each product on a GPU is timed against cuBLASLt, and the faster one is used.
 
     The option `fuse_quantize` fuses quantization into the computation of an activation, which is then not rounded to 16

@@ -34,7 +34,16 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.torch_private.core import is_traceable_wrapper_subclass
-from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match, why_not, why_some_match_none
+from fp8fn.site import (
+    Site,
+    Where,
+    check_where,
+    takes_everything,
+    takes_nothing,
+    why_none_match,
+    why_not,
+    why_some_match_none,
+)
 
 _LOG = logging.getLogger("fp8fn")
 
@@ -145,7 +154,7 @@ def explain(
             rows = _timed(rows, sites, parse_recipe(key))
     names = [*(row.weight for row in rows), *(each.weight for each in outside)]
     unmatched = why_none_match(where, names) or why_some_match_none(where, names)
-    if unmatched is not None:
+    if unmatched is not None and not takes_nothing(where):
         _LOG.warning("explain: %s", unmatched)
     chip = next((chip.name for chip in chips if chip), None)
     explanation = Explanation(tuple(rows), key, graphs, chip, outside, sum(steps, StepTimes()))

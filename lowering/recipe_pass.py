@@ -28,7 +28,17 @@ from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe
 from fp8fn.ops.sharded import plain_of
 from fp8fn.ops.tuning.estimate import Parts, Times
-from fp8fn.site import Site, Where, matches, patterns_of, unmatched, why_none_match, why_not, why_not_by_default
+from fp8fn.site import (
+    Site,
+    Where,
+    matches,
+    patterns_of,
+    takes_nothing,
+    unmatched,
+    why_none_match,
+    why_not,
+    why_not_by_default,
+)
 from fp8fn.weights.fp8_weight import is_gathered
 
 _log = logging.getLogger("fp8fn")
@@ -199,9 +209,9 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where, *, w
     names, patterns = [name for gemm in weights for name in (gemm.weights or [gemm.site.weight])], patterns_of(where)
     elsewhere = not _MATCHED.isdisjoint(patterns)  # in another graph of a model that Dynamo broke into several
     _MATCHED.update(pattern for pattern in patterns if any(matches(name, [pattern]) for name in names))
-    missed = None if taken else why_none_match(where, names)
+    missed = None if taken or takes_nothing(where) else why_none_match(where, names)
     serves = len(weights) < len(gemms) and missed is None  # such as a model with FP8 weights, but for its head
-    silent = taken or slower or elsewhere or serves or not weights
+    silent = taken or slower or elsewhere or serves or not weights or takes_nothing(where)
     idle = [pattern for pattern in patterns if pattern not in _MATCHED]
     others = len(idle) < len(patterns) and not missed
     texts = [f"; {text}" for text in (unmatched("where", idle, names, "weight") if others else ())]

@@ -152,7 +152,7 @@ def _compiled(step: Step, *, by_fp8fn: bool) -> Step:
     """`step` as a CUDA graph; fp8fn's backend quantizes no product of its own accord here."""
     if not by_fp8fn:
         return torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead")
-    options: dict[str, str | int | bool | Callable[..., Any]] = {"where": "!*", "triton.cudagraphs": True}
+    options: dict[str, Any] = {"where": [], "triton.cudagraphs": True}
     return torch.compile(step, fullgraph=True, dynamic=False, backend="fp8fn", options=options)
 
 

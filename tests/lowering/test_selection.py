@@ -132,9 +132,10 @@ ACTIVATIONS = "no parameter: activation by activation"
         ("layrs.*", "WARNING", f"{LINE.format(0)}: where='layrs.*' matches no weight; nearest names: "
                                "'model.layers.*.weight'"),
         ("", "WARNING", f"{LINE.format(0)}: where='' matches no weight; nearest names: 'model.layers.*.weight'"),
+        ([], "INFO", f"{LINE.format(0)}; left: 2x where said no; 1x {ACTIVATIONS}"),
         (lambda site: False, "WARNING", f"{LINE.format(0)}; left: 2x where said no; 1x {ACTIVATIONS}"),
     ],
-    ids=["default", "from a dot", "one layer", "misspelled", "empty", "a function"],
+    ids=["default", "from a dot", "one layer", "misspelled", "empty", "no patterns", "a function"],
 )  # fmt: skip
 def test_one_line_for_each_compilation(where: Where, level: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fp8fn")
@@ -146,6 +147,16 @@ def test_one_line_for_each_compilation(where: Where, level: str, line: str, capl
     ]
     assert lines == [(level, line)]
     assert sum(r.levelno >= logging.WARNING for r in caplog.records if r.name == "fp8fn") == (level == "WARNING")
+
+
+def test_explain_warns_of_patterns_that_match_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """An empty list is no mistake."""
+    for where, wanted in (([], []), (["layrs.*"], ["where=['layrs.*'] matches no weight"])):
+        caplog.clear()
+        found = fp8fn.explain(Model(), torch.randn(64, WIDTH), where=where)
+        assert all(row.reason for row in found.rows)
+        warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert [line.removeprefix("explain: ").partition(";")[0] for line in warned] == wanted
 
 
 def test_patterns_may_match_in_another_graph(caplog: pytest.LogCaptureFixture) -> None:
