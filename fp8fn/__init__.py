@@ -48,6 +48,7 @@ _LATER = {
     "CheckpointLayout": "fp8fn.checkpoint.format",
     "Site": "fp8fn.site",
     "Statistics": "fp8fn.lowering.operand_statistics",
+    "decoding_loop": "fp8fn.decoding",
     "error": "fp8fn.quantization_error",
     "explain": "fp8fn.lowering.explain",
     "fp8": "fp8fn.transform",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from fp8fn import lowering as lowering  # as above
     from fp8fn.checkpoint.format import CheckpointLayout
     from fp8fn.checkpoint.load import load_blockwise
+    from fp8fn.decoding import decoding_loop
     from fp8fn.lowering.explain import explain
     from fp8fn.lowering.monitor import read_monitor, write_monitor
     from fp8fn.lowering.operand_statistics import Statistics
@@ -113,6 +115,7 @@ __all__ = [
     "Site",
     "Statistics",
     "__version__",
+    "decoding_loop",
     "dequantize",
     "distributed",
     "error",

@@ -12,9 +12,10 @@ A loop feeds a prompt, then its own likeliest tokens. Every step is the same com
 formats take turns, and a figure is the median over the loops.
 
 "transformers" is the `generate` of transformers' LlamaForCausalLM of the same size, with a static cache and a compiled
-step, over weights in bf16 or those of `fp8fn.quantize_weights`. The time of a call that makes the first token alone is
-subtracted: a step is one of those that decode. "transformers A16W8, forward", measured where --ways names it, assigns
-`torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)`, which compiles the prefill too.
+step, over weights in bf16 or those of `fp8fn.quantize_weights`; "+ loop" is the same with `fp8fn.decoding_loop`. The
+time of a call that makes the first token alone is subtracted: a step is one of those that decode. "transformers A16W8,
+forward", measured where --ways names it, assigns `torch.compile(model.forward, mode="reduce-overhead",
+fullgraph=True)`, which compiles the prefill too.
 
 - SNR compares the logits with those of eager bf16 after the same tokens.
 - "as eager" is the share of the compiled loop's tokens that are also eager PyTorch's likeliest ones after the same

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fp8fn.bench.llama import Size
 from fp8fn.bench.train import attention, models
+from fp8fn.decoding import decoding_loop
 from fp8fn.timing import Clock
 from fp8fn.weights.quantize import quantize_weights
 
@@ -33,23 +34,30 @@ class Way:
     Attributes:
         forward: whether `model.forward` is compiled, for the prefill too; else `generate` compiles the step alone.
         guards: whether torch.compile's guards of modules are evaluated before each step.
+        decoding_loop: whether `fp8fn.decoding_loop` decodes.
         on_request: whether a run measures it only where it is named.
     """
 
     loop: str
     forward: bool = False
     guards: bool = True
+    decoding_loop: bool = False
     on_request: bool = False
 
     @property
     def graphs(self) -> int:
-        """The most graphs that may be made. An equal model that was measured before leaves its graph of the step."""
-        return 2 if self.forward else 1
+        """The most graphs that may be made. An equal model that was measured before leaves its graph of the step.
+
+        Logits are compared over fewer tokens, for whose cache the decoding loop compiles its step again.
+        """
+        return 2 if self.forward or self.decoding_loop else 1
 
 
 SERVED: Final[Mapping[str, Way]] = {
     "transformers bf16": Way(loop="bf16"),
     "transformers A16W8": Way(loop="A16W8"),
+    "transformers bf16 + loop": Way(loop="bf16", decoding_loop=True),
+    "transformers A16W8 + loop": Way(loop="A16W8", decoding_loop=True),
     "transformers A16W8, forward": Way(loop="A16W8", forward=True, on_request=True),
     "transformers bf16, unguarded": Way(loop="bf16", guards=False, on_request=True),
     "transformers A16W8, unguarded": Way(loop="A16W8", guards=False, on_request=True),
@@ -81,6 +89,8 @@ class Served:
         }  # fmt: skip
         if self.way.forward:
             self.model.forward = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True)
+        elif self.way.decoding_loop:
+            self.options["custom_generate"] = decoding_loop
         else:
             how = {"mode": "reduce-overhead"} if self.way.guards else {"mode": None, "options": UNGUARDED}
             compiled = importlib.import_module("transformers").CompileConfig(fullgraph=True, **how)
@@ -106,7 +116,7 @@ class Served:
     def seconds(self, prompt: Tensor, steps: int, clock: Clock) -> float:
         """Wall seconds of a step that decodes: a call without the time of one that makes the first token alone.
 
-        Both calls set up a cache of one length and run the prefill. `generate` itself waits for each token.
+        Both calls set up a cache of one length and run the prefill. `generate` itself waits for the tokens.
         """
         decoded = steps - PROMPT
         return (self._seconds(prompt, 1 + decoded, clock) - self._seconds(prompt, 1, clock)) / decoded

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fp8fn
 from fp8fn import cli
@@ -41,8 +41,7 @@ def main() -> None:
     print(f"{len(weights)} weights in FP8; missing {report.missing_keys}")
     prompt, options = torch.arange(1, 9, device=device).unsqueeze(0), {}
     if device == "cuda":
-        step = CompileConfig(mode="reduce-overhead", fullgraph=True)
-        options = {"cache_implementation": "static", "compile_config": step}
+        options = {"cache_implementation": "static", "custom_generate": fp8fn.decoding_loop}
     out = model.eval().generate(prompt, max_new_tokens=args.new_tokens, do_sample=False, pad_token_id=0, **options)
     print("tokens", *out[0].tolist())
 

@@ -1,0 +1,284 @@
+"""`decoding_loop`: a decoding method for transformers' `generate` that does not wait for each token.
+
+transformers prepares each step in Python, and reads after each step whether all sequences are finished. Meanwhile the
+GPU waits, for as long as a step takes where weights are in FP8. Here a step is compiled, from the last token to the
+logits, and captured in a CUDA graph. The host enqueues further steps while the GPU computes this one, and reads later
+whether the sequences are finished; what was computed in between is dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MODES: Final = ("greedy_search", "sample")
+_ATTENTION: Final = ("sdpa", "eager")
+_INPUTS: Final = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_UNSUPPORTED: Final = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
+# Steps by which the host may be ahead of the GPU.
+_AHEAD: Final = 4
+# Steps for which a capture pays, which takes as long as a few of them.
+_WORTH_CAPTURING: Final = 8
+_COMPILED_BY: Final[Mapping[str, Any]] = {"backend": "fp8fn", "fullgraph": True, "options": {"where": []}}
+
+Step = Callable[..., Tensor]
+# The compiled steps of each model by the number of sequences, and how each was compiled.
+_STEPS: Final[weakref.WeakKeyDictionary[Any, dict[int, tuple[Mapping[str, Any], Step]]]] = weakref.WeakKeyDictionary()
+_NUMBERS: Final = itertools.count()
+
+
+@torch.no_grad()
+def decoding_loop(
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+    **model_kwargs: Any,
+) -> Any:  # fmt: skip
+    """A decoding method for transformers: `model.generate(…, custom_generate=fp8fn.decoding_loop)`.
+
+    It makes the tokens of `generate` without it, greedy or sampled, with the same processors of logits and stopping
+    criteria, and needs `cache_implementation="static"`. The step is compiled by `backend="fp8fn"`, where each weight
+    keeps its format, and captured in a CUDA graph; a `compile_config` replaces both. transformers hands no `streamer`
+    to such a method. The arguments are those that `generate` passes.
+
+    Args:
+        model: Decoder of transformers whose inputs are tokens, with attention `"sdpa"` or `"eager"`.
+        input_ids: Tokens of the prompt.
+        logits_processor: Called with the tokens and the logits in float32 at each step.
+        stopping_criteria: Called with the tokens after each step.
+        generation_config: `disable_compile=True` in it leaves the step in eager mode.
+        model_kwargs: Cache, mask and positions.
+
+    Shape:
+        - input_ids: `(B, P)`
+        - output: `(B, P + T)`, with T tokens that are new
+
+    Returns:
+        Tokens; with `return_dict_in_generate` a `GenerateDecoderOnlyOutput`.
+
+    Raises:
+        ValueError: The loop does not do what `generate` was asked for, such as beams or a cache that grows.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+        >>> options = {"cache_implementation": "static", "max_new_tokens": 4, "disable_compile": True}
+        >>> prompt = torch.tensor([[1, 2, 3]])
+        >>> tokens = model.generate(prompt, custom_generate=fp8fn.decoding_loop, **options)
+        >>> tokens.shape
+        torch.Size([1, 7])
+    """
+    _check(model, generation_config, model_kwargs)
+    with torch.cuda.device_of(input_ids):
+        return _decoded(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+
+
+def _decoded(
+    model: Any, prompt: Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, given: Mapping[str, Any]
+) -> Any:
+    cache, first = given["past_key_values"], prompt.shape[1]
+    tokens = F.pad(prompt, (0, config.max_length - first))
+    inputs = model.prepare_inputs_for_generation(prompt, is_first_iteration=True, **given)
+    logits = model(**inputs, return_dict=True).logits[:, -1]
+    steps = _Steps(model, config, tokens, given)
+    # A cache that the caller keeps must hold no more than the tokens that are returned.
+    kept = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    choice, end = _Choice(config, logits_processor), _End(tokens, 0 if kept else _AHEAD)
+    pad = config._pad_token_tensor if any(hasattr(each, "eos_token_id") for each in stopping_criteria) else None
+    for place in range(first, config.max_length):
+        if place > first:
+            logits = steps.after(tokens[:, place - 1 : place], config.max_length - place)
+        chosen = choice.of(logits, tokens[:, :place])
+        tokens[:, place] = end.padded(chosen, pad)
+        if end.reached(stopping_criteria(tokens[:, : place + 1], choice.scores)):
+            break
+    tokens = tokens[:, : first + end.steps()]
+    return choice.output(tokens, cache) if config.return_dict_in_generate else tokens
+
+
+def model_step(model: Any, token: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    """The logits `(B, vocabulary)` after `token (B, 1)`. The mask is computed in the graph too."""
+    given = {} if positions is None else {"position_ids": positions}
+    inputs = model.prepare_inputs_for_generation(
+        token, past_key_values=cache, attention_mask=mask, use_cache=True, **given
+    )
+    logits: Tensor = model(**inputs, return_dict=True).logits[:, -1]
+    return logits
+
+
+def _compiled(model: Any, batch: int, how: Mapping[str, Any]) -> Step:
+    """`model_step`, compiled once for a model, a number of sequences and a configuration.
+
+    Each is a function of its own, because torch.compile gives up on one that it has compiled eight times. What it finds
+    to change between calls is the length of the cache.
+    """
+    steps = _STEPS.setdefault(model, {})
+    if batch not in steps or steps[batch][0] != how:
+        code = model_step.__code__.replace(co_name=f"model_step_{next(_NUMBERS)}")
+        steps[batch] = how, torch.compile(FunctionType(code, model_step.__globals__), **how)
+    return steps[batch][1]
+
+
+class _Steps:
+    """The steps after a prompt; on a GPU a CUDA graph from the second one on, which costs the host no guards."""
+
+    def __init__(self, model: Any, config: Any, tokens: Tensor, given: Mapping[str, Any]) -> None:
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if mask is not None:  # what is later than a step's position is hidden anyway
+            mask = F.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
+        self.token = torch.empty_like(tokens[:, :1])
+        self.positions = None if positions is None else positions[..., -1:].clone()
+        self.inputs = (model, self.token, given["past_key_values"], mask, self.positions)
+        how = _COMPILED_BY if config.compile_config is None else config.compile_config.to_dict()
+        self.step = model_step if config.disable_compile else _compiled(model, len(tokens), how)
+        self.captured = tokens.is_cuda and not config.disable_compile and config.compile_config is None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+    def after(self, token: Tensor, left: int) -> Tensor:
+        """The logits after `token (B, 1)`; `left` steps follow at most. The next call may overwrite them."""
+        self.token.copy_(token)
+        if self.positions is not None:
+            self.positions += 1
+        if self.captured and self.logits is not None and self.graph is None and left >= _WORTH_CAPTURING:
+            self.graph = self._capture()
+        if self.graph is None:
+            self.logits = self.step(*self.inputs)
+        else:
+            self.graph.replay()
+        assert self.logits is not None
+        return self.logits
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """The graph of a step; capturing it runs nothing.
+
+        A step ran before. One that would be compiled again, since it depends on what Python counts, is an error.
+        """
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.token.device)
+        stream.wait_stream(torch.cuda.current_stream(self.token.device))
+        collecting = gc.isenabled()
+        gc.disable()  # a graph that is destroyed meanwhile would end the capture
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    with torch.compiler.set_stance("fail_on_recompile"):
+                        self.logits = self.step(*self.inputs)
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        torch.cuda.current_stream(self.token.device).wait_stream(stream)
+        return graph
+
+
+class _Choice:
+    """Chooses the next tokens, and keeps what `generate` was asked to return beside them."""
+
+    def __init__(self, config: Any, processor: Any) -> None:
+        self.config, self.processor = config, processor
+        returned = config.return_dict_in_generate
+        self.scores: tuple[Tensor, ...] | None = () if returned and config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if returned and config.output_logits else None
+
+    def of(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The next tokens `(B,)`; the memory of `logits` may be written by the next step."""
+        logits = logits.to(torch.float32, copy=True)
+        scores: Tensor = self.processor(tokens, logits)
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+        if self.config.do_sample:
+            scores = torch.multinomial(scores.softmax(-1), 1)
+        return scores.squeeze(1) if self.config.do_sample else scores.argmax(-1)
+
+    def output(self, tokens: Tensor, cache: Any) -> Any:
+        made = importlib.import_module("transformers.generation").GenerateDecoderOnlyOutput
+        return made(sequences=tokens, scores=self.scores, logits=self.logits, past_key_values=cache)
+
+
+class _End:
+    """Finds the step after which all sequences are finished; on a GPU up to `ahead` steps later."""
+
+    def __init__(self, tokens: Tensor, ahead: int) -> None:
+        self.unfinished = torch.ones_like(tokens[:, 0], dtype=torch.bool)
+        self.waits = not tokens.is_cuda or ahead == 0
+        self._flags = [] if self.waits else [torch.empty((), dtype=torch.bool).pin_memory() for _ in range(ahead + 1)]
+        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._enqueued = 0
+        self._last: int | None = None
+
+    def padded(self, chosen: Tensor, pad: Tensor | None) -> Tensor:
+        return chosen if pad is None else torch.where(self.unfinished, chosen, pad)
+
+    def reached(self, done: Tensor) -> bool:
+        """Whether a step was the last one, where that is known."""
+        self.unfinished &= ~done
+        left = self.unfinished.any()
+        self._enqueued += 1
+        if self.waits:
+            self._last = None if left else self._enqueued
+            return self._last is not None
+        self._flags[self._enqueued % len(self._flags)].copy_(left, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending.append((self._enqueued, event))
+        return self._read(len(self._flags) - 1)
+
+    def steps(self) -> int:
+        """The number of steps whose tokens count; none is running any more."""
+        self._read(0)
+        if not self.waits:
+            torch.cuda.current_stream(self.unfinished.device).synchronize()
+        return self._enqueued if self._last is None else self._last
+
+    def _read(self, most_pending: int) -> bool:
+        """Whether a step was the last one; waits until at most so many steps have not been read."""
+        pending = self._pending
+        while self._last is None and pending and (len(pending) > most_pending or pending[0][1].query()):
+            step, event = pending.popleft()
+            event.synchronize()
+            if not self._flags[step % len(self._flags)]:
+                self._last = step
+        return self._last is not None
+
+
+def _check(model: Any, config: Any, given: Mapping[str, Any]) -> None:
+    """Raises ValueError for what the loop does not do."""
+
+    def refuse(what: str, instead: str) -> NoReturn:
+        raise ValueError(f"decoding_loop: {what}; {instead}")
+
+    mode, attention = config.get_generation_mode().value, model.config._attn_implementation
+    if mode not in _MODES or model.config.is_encoder_decoder:
+        refuse(f"generate's mode is {mode}", "it decodes greedily or samples, with num_beams=1")
+    cache: Any = given.get("past_key_values")
+    static = importlib.import_module("transformers.cache_utils").StaticLayer
+    layers = getattr(cache, "layers", ())
+    for layer in layers or (cache,):
+        # A layer of a sliding window, for one, counts its tokens in Python, which a captured step would not see.
+        if type(layer) is not static or not isinstance(getattr(layer, "cumulative_length", None), Tensor):
+            refuse(f"the cache has a {type(layer).__name__}", "it takes transformers 5's StaticLayers")
+    if getattr(cache, "offloading", False):
+        refuse("the cache is offloaded to the CPU", 'pass cache_implementation="static"')
+    if held := int(cache.get_seq_length()):
+        refuse(f"the cache holds {held} tokens", "pass an empty one")
+    if attention not in _ATTENTION:
+        refuse(f"the model's attention is {attention!r}", f"it takes {' and '.join(map(repr, _ATTENTION))}")
+    for name in _UNSUPPORTED:
+        if getattr(config, name, None):
+            refuse(f"{name}={getattr(config, name)!r}", "leave it out, or leave custom_generate out")
+    for name, value in given.items():
+        if name not in _INPUTS and value is not None and value is not False:
+            refuse(f"the model also takes {name}", "it serves decoders whose inputs are tokens")
