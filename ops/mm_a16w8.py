@@ -296,10 +296,10 @@ def silu_mul_mm_a16w8_kernel(
     return SILU_MUL_MM_A16W8((gate, up, w, w_scale), (tuple(w_block), constant))[0]
 
 
-def serves_gated(gate: Tensor, up: Tensor, weight: Quantized, target: Target, *, constant: bool = False) -> str | None:
+def serves_gated(gate: Tensor, up: Tensor, w: Quantized, target: Target, *, constant: bool = False) -> str | None:
     """None where one launch computes the product on a GPU, else why not."""
-    out = empty_output(gate, weight.data, gate.dtype)
-    product = WeightProduct(x=gate, up=up, w=weight, out=out, target=target, constant=constant)
+    out = empty_output(gate, w.data, gate.dtype)
+    product = WeightProduct(x=gate, up=up, w=w, out=out, target=target, constant=constant)
     return unserved(product) or _accepts_gated(product)
 
 
