@@ -89,7 +89,8 @@ class WeightProduct(_Product):
 
     `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`. `constant`:
     nothing that may still run writes `w`. With `offsets (E,)` the product is one of groups of rows of `x` beside `w (E,
-    K, N)` and `bias (E, N)`. With `up (M, K)` the rows are `silu(x) * up`, rounded to the type of `x`.
+    K, N)` and `bias (E, N)`. With `up (M, K)` the rows are `silu(x) * up`, rounded to the type of `x`. With `w_up`,
+    whose scales lie as those of `w`, `out` is `silu(x @ w) * (x @ w_up)`, each product rounded to the type of `out`.
     """
 
     x: Tensor
@@ -97,6 +98,7 @@ class WeightProduct(_Product):
     bias: Tensor | None = None
     constant: bool = False
     up: Tensor | None = None
+    w_up: Quantized | None = None
 
     @property
     def k(self) -> int:

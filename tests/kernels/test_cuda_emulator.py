@@ -22,7 +22,7 @@ from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.targets import SM90
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
-from support.products import planned, scaled_product, weight_product
+from support.products import planned, quantized, scaled_product, weight_product
 from support.quantizers import quantization
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -81,6 +81,22 @@ def late_tiles() -> Tensor:
 def many() -> Tensor:
     config = mm_a16w8.ManyRowsConfig(32, 1, 1, MATH=1, RESIDENT=4)
     return rows_by_weight(mm_a16w8, config, 32, 64, 256, BF16)
+
+
+def gated(*, backwards: bool = False) -> Tensor:
+    """Tiles of more parts than there are pairs of buffers."""
+    torch.manual_seed(0)
+    x = (torch.randn(330, 256) / 8).to(BF16)
+    w, up = (fp8fn.quantize(torch.randn(72, 256), (128, 128)).mT for _ in range(2))
+    out = torch.full((330, 72), 7.0, dtype=BF16)
+    given = weight_product(x, w, out, replace(SM90, multiprocessors=1), w_up=quantized(up))
+    (launch,) = mm_a16w8.plan(given, mm_a16w8.ManyRowsConfig(160, TURNS=True, GATED=True))
+    emulate(launch, backwards=backwards)
+    return out
+
+
+def silu_first() -> Tensor:
+    return gated(backwards=True)
 
 
 def mx(depth: int = 2) -> Tensor:
@@ -171,11 +187,29 @@ RACES: Final[dict[str, tuple[str, str, str, Callable[[], Tensor], str | None]]] 
         "a16w8_tiles.cu", "    fence_async();\n", "", tiles, "wgmma reads what thread .* wrote without fence_async",
     ),
     "no fence before a bulk store": (
-        "mm_a16w8.cu", "fence_async();", "", many, "a bulk store reads what thread .* wrote without fence_async",
+        "mm_a16w8.cu", "fence_async();\n                warpgroup_sync", "warpgroup_sync", many,
+        "a bulk store reads what thread .* wrote without fence_async",
     ),
     "no wait for bulk stores": (
         "mm_a16w8.cu", "if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();", "", many,
         "bulk stores may still read",
+    ),
+    "gate and up that are multiplied before they are there": (
+        "mm_a16w8.cu", "barrier_wait(full_pair(pairs.stage), pairs.parity);", "", silu_first, "all threads wait",
+    ),
+    "gate and up that take the place of others not multiplied yet": (
+        "mm_a16w8.cu", "barrier_wait(empty_pair(pairs.stage), pairs.parity ^ 1);", "", gated, "all threads wait",
+    ),
+    "gate and up that take the place of others not stored yet": (
+        "mm_a16w8.cu", "tma_store_wait_read<0>();\n                            barrier_arrive",
+        "barrier_arrive", gated, "bulk stores may still read shared memory",
+    ),
+    "a product in the place of a gate that another warp reads": (
+        "mm_a16w8.cu", "named_sync<SILU_WARPS * 32>(1);\n#pragma", "#pragma", gated, None,
+    ),
+    "no fence before a bulk store of gate and up": (
+        "mm_a16w8.cu", "fence_async();\n                        named_sync", "named_sync", gated,
+        "a bulk store reads what thread .* wrote without fence_async",
     ),
     "no wait for a stage": (
         "mx_tiles.cu", "            barrier_wait(full(stage), ring.parity);\n", "", mx, "all threads wait",

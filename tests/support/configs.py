@@ -112,6 +112,12 @@ MANY = [
     ManyRowsConfig(64, 1, 2, K_PARTS=2, RESIDENT=1), ManyRowsConfig(32, 1, 3, RESIDENT=2),
 ]  # fmt: skip
 
+# A product by two weights; without turns, too.
+GATED = [
+    ManyRowsConfig(160, TURNS=True, GATED=True), ManyRowsConfig(256, 1, TURNS=True, GATED=True),
+    ManyRowsConfig(128, 1, 4, TURNS=True, GATED=True), ManyRowsConfig(64, 2, 3, GROUP=3, GATED=True),
+]  # fmt: skip
+
 WEIGHT_TILES = [
     A16W8TilesConfig(8, 4, 2, 3), A16W8TilesConfig(8, 4, 3, 1), A16W8TilesConfig(8, 8, 2, 2),
     A16W8TilesConfig(16, 4, 4, 1), A16W8TilesConfig(16, 8, 2, 5), A16W8TilesConfig(16, 4, 2, 7, LATE=True),

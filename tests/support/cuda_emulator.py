@@ -75,6 +75,9 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
         blocks = re.search(r"#define BLOCK_PARAMETERS (, .*)", source)
         given = blocks[1] if blocks and dict(kernel.macros)["A_SCALE"] == "BLOCK" else ""
         source = re.sub(r" BLOCK_PARAMETERS(?=[,)])", given, source)
+    if (up := re.search(r"#define UP_PARAMETERS (, .*)", source)) is not None:
+        given = up[1] if dict(kernel.macros)["PAIRS"] else ""
+        source = re.sub(r" UP_PARAMETERS(?=[,)])", given, source)
     found = re.search(rf'extern "C" __global__ void[^{{]*?\b{kernel.entry}\(([^)]*)\)\s*\{{', source)
     assert found is not None, kernel
     types = [re.sub(r"\w+$", "", parameter.strip()) for parameter in found[1].split(",")]

@@ -65,6 +65,7 @@ from fp8fn.ops.tuning.problem import Problem
 from support import kernel_info
 from support.configs import (
     COLUMN_TILES,
+    GATED,
     GEMVS,
     MANY,
     MX_GEMVS,
@@ -249,6 +250,30 @@ def _gated_rows_by_weight(m: int, n: int, k: int, place: Place, dtype: torch.dty
     return operands, WeightProduct(x=gate, up=up, w=w, out=out, target=SM90)
 
 
+def _gated_product(
+    m: int, n: int, k: int, block: Block, place: Place, target: Target, dtype: torch.dtype
+) -> tuple[Operands, WeightProduct]:
+    """Integers times powers of two, whose sums are exact: gate and up are rounded alike in every order of the sums."""
+    operands, meta = Operands(place), place.device.type == "meta"
+    x = operands.input("x", (m, k), dtype, values=None if meta else torch.randint(-2, 3, (m, k)).to(dtype))
+    weights = []
+    for name in ("w", "w_up"):
+        w = operands.quantized(name, (k, n), block, column_major=True)
+        if not meta:
+            w.data.copy_(torch.randint(-4, 5, (k, n)).to(E4M3))
+            w.scale.copy_(torch.exp2(torch.randint(-7, -4, w.scale.shape).float()))
+        weights.append(w)
+    out = operands.output("out", (m, n), dtype)
+
+    def expected() -> dict[str, Expected]:
+        gate, up = ((x.double() @ dequantized(w)).to(dtype) for w in weights)
+        rows = reference.silu_mul(gate, up).double()
+        return {"out": Expected(rows, rows.abs().nan_to_num(0.0, 0.0, 0.0))}
+
+    operands.expected = expected
+    return operands, WeightProduct(x=x, w=weights[0], w_up=weights[1], out=out, target=target)
+
+
 def _gemv_a16w8(place: Place, target: Target) -> Forms:
     """K in chunks of x, of which a block has two and more."""
     configs = (*((config, True) for config in GEMVS[::2]), *((config, False) for config in ROW_MAJOR))
@@ -330,6 +355,10 @@ def _mm_a16w8(place: Place, target: Target) -> Forms:
             operands, given = made(config.BM + 9, config.BN + 8, k, first, place)
             launches = mm_a16w8.plan(replace(given, constant=True), config)
             yield Form(f"constant K{k} {config}", launches, operands)
+    for (config, dtype), block in zip(product(GATED, (BF16, FP16)), cycle(WEIGHT_BLOCKS), strict=False):
+        m, n, k = 2 * config.BM + 9, 2 * config.BN + 8, 2 * config.STAGES * BK + 16
+        operands, given = _gated_product(m, n, k, block, place, _few(target), dtype)
+        yield Form(f"gated {dtype} {config}", mm_a16w8.plan(given, config), operands)
 
 
 def _of_rounded_weight(given: WeightProduct) -> dict[str, Expected]:
@@ -720,7 +749,8 @@ CUDA: Final = (
     ),
     KernelInfo(
         "mm_a16w8.cu", _mm_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,
-        emulated=("128x64/1 stages1", "constant K", f"long {BF16} 64x128"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+        emulated=("128x64/1 stages1", "constant K", f"long {BF16} 64x128", f"gated {BF16} 128x64"),
+        nan=(*_WEIGHT_NAN, "w_up", "w_up_scale"), far=(*_WEIGHT_FAR, ("w_up", -1)),
     ),
     KernelInfo(
         "splitk_a16w8.cu", _splitk_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,

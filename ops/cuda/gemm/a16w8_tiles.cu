@@ -33,6 +33,7 @@
 // READY are loaded before the wait; X_OVER, whether x overwrites the stages that are held.
 #include "decode_tiles.cuh"
 #include "exchange.cuh"
+#include "gated_pairs.cuh"
 #include "split.cuh"
 
 constexpr int W_BYTES = BN * BK;  // of a stage

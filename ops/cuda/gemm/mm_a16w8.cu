@@ -20,17 +20,25 @@
 // widened weight is multiplied by the power of two in its scale, which is exact, and the accumulators are kept in units
 // of the rest of the scale, from 1 to 2: before each K tile they are multiplied by the change of that unit.
 //
+// Gated. With PAIRS the launch computes silu(x · w) * (x · w_up), of persistent tiles of BN = 64 columns: warpgroup 0
+// multiplies the columns of the gate, and warpgroup 1 the same columns of up. Both round their products to the type of
+// out, put OUT_ROWS rows at a time into one of PAIRS pairs of buffers, and go on to the next tile. The producer
+// warpgroup's other warps multiply silu(gate) by up, while the tensor cores compute that tile: the SiLU takes two
+// instructions of the special function unit a value, 2048 cycles for 256 rows.
+//
 // Overlap. The kernel uses programmatic dependent launch. Before it waits for the launches before it, it prefetches the
 // weight to the L2. Of a constant weight (W_CONSTANT: no launch that may still run writes the weight or its scales) a
 // block that is not persistent fills its stages and widens the first K tile before it waits.
 //
-// Shared memory: w (W_STAGES, BN, BK), x (X_STAGES, 2, WIDTH, 64), two output buffers a warpgroup, the mbarriers.
+// Shared memory: w (W_STAGES, W_LINES, BK), x (X_STAGES, 2, WIDTH, 64), two output buffers a warpgroup or, with
+// PAIRS, as many pairs of buffers of gate and up, the mbarriers.
 //
 // Macros: INPUT (BF16 or FP16, also the type of the generated `wgmma`), OUT (BF16, FP16) and BIAS of the enum Element;
 // FP8 of the enum Fp8; SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); MATH (1, 2), K_PARTS (1, 2), WIDTH, SLICES,
 // W_STAGES, X_STAGES, TURNS, ONCE, PERSISTENT, IN_FLIGHT, RESIDENT (blocks a multiprocessor), GROUP (as in
-// scaled_mm.cu), W_CONSTANT.
+// scaled_mm.cu), W_CONSTANT, PAIRS (0 to BM / OUT_ROWS).
 #include "a16w8.cuh"
+#include "gated_pairs.cuh"
 #include "groups.cuh"
 
 #define GROUPED DENSE
@@ -38,16 +46,25 @@
 #define SPLIT 1
 #define SHARE_B 1
 #define B_ONCE 0
+#if PAIRS
+using Scales = const float*;
+#define UP_PARAMETERS , const __grid_constant__ TensorMap w_up, Scales w_up_scale
+#else
+#define UP_PARAMETERS
+#endif
 
 constexpr int WARPGROUP = 128;
 constexpr int THREADS = (MATH + PERSISTENT) * WARPGROUP;
 constexpr int BK = 128;
 constexpr int BM = WIDTH * SLICES;  // rows of x
-constexpr int BN = 64 * MATH / K_PARTS;  // columns of w
-constexpr int W_BYTES = BN * BK;
+constexpr bool GATED = PAIRS > 0;
+constexpr int W_LINES = 64 * MATH / K_PARTS;  // columns of w in a stage, of both weights where GATED
+constexpr int BN = GATED ? 64 : W_LINES;  // columns of out
+constexpr int W_BYTES = W_LINES * BK;
 constexpr int X_HALF = WIDTH * 64 * 2;  // half a K tile of a slice, in rows of 128 bytes
 constexpr int X_BYTES = 2 * X_HALF;  // of a stage
 constexpr int OUT_ROWS = 32;
+constexpr int SILU_WARPS = 3;  // of the producer warpgroup
 constexpr int OUT_BYTES = OUT_ROWS * 128;  // of an output buffer, 64 columns
 constexpr bool HOLDS = SCALE == LINE || ONCE;  // one scale holds for all of K
 constexpr bool ROUNDED = !HOLDS && BM > 128 && IS_BF16<XType>;  // the weight, scaled, is rounded to bfloat16
@@ -64,10 +81,11 @@ static_assert(K_PARTS == 1 || BM <= 128, "two parts of K would have units of the
 static_assert(IN_FLIGHT || W_STAGES % K_PARTS == 0, "two parts of K would meet in a stage");
 static_assert(!W_CONSTANT || !PERSISTENT, "of a later tile the weight is read after the wait in any case");
 static_assert(!TURNS || (PERSISTENT && MATH == 2), "one of two warpgroups");
+static_assert(!GATED || (PERSISTENT && MATH == 2 && !HAS_BIAS), "a warpgroup each for gate and up");
 
 constexpr int AT_X = W_STAGES * W_BYTES;
 constexpr int AT_OUT = AT_X + X_STAGES * X_BYTES;
-constexpr int AT_BARRIERS = AT_OUT + 2 * BN / 64 * OUT_BYTES;
+constexpr int AT_BARRIERS = AT_OUT + 2 * (GATED ? PAIRS : BN / 64) * OUT_BYTES;
 static_assert(K_PARTS == 1 || AT_OUT >= BM * 64 * 4, "sums take the place of the stages");
 
 #include "ring.cuh"
@@ -96,7 +114,11 @@ INLINE uint32_t split_scale(float scale, float& rest) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
              const BiasType* bias, const __grid_constant__ TensorMap out, const Problem problem, int x_batched,
-             int w_batched, int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
+             int w_batched, int s_batch, int s_k, int s_n, int bias_batch, int bias_n UP_PARAMETERS) {
+#if !PAIRS
+    [[maybe_unused]] const TensorMap& w_up = w;
+    [[maybe_unused]] const float* const w_up_scale = w_scale;
+#endif
     extern __shared__ __align__(1024) char memory_[];
     const uint32_t base = shared_address(memory_);
     let_next_begin();
@@ -104,6 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     auto empty_w = [&](int stage) { return base + AT_BARRIERS + stage * 16 + 8; };
     auto full_x = [&](int stage) { return base + AT_BARRIERS + (W_STAGES + stage) * 16; };
     auto empty_x = [&](int stage) { return base + AT_BARRIERS + (W_STAGES + stage) * 16 + 8; };
+    auto full_pair = [&](int pair) { return base + AT_BARRIERS + (W_STAGES + X_STAGES + pair) * 16; };
+    auto empty_pair = [&](int pair) { return base + AT_BARRIERS + (W_STAGES + X_STAGES + pair) * 16 + 8; };
 
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
@@ -112,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     // Prologue: initialize the mbarriers.
     if (threadIdx.x == (PERSISTENT ? MATH * WARPGROUP : 0)) {
         prefetch_map(w);
+        if constexpr (GATED) prefetch_map(w_up);
         prefetch_map(x);
         prefetch_map(out);
         for (int stage = 0; stage < W_STAGES; ++stage) {
@@ -122,6 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             barrier_init(full_x(stage), 1);
             barrier_init(empty_x(stage), MATH / K_PARTS * 4);
         }
+        for (int pair = 0; pair < PAIRS; ++pair) {
+            barrier_init(full_pair(pair), MATH * 4);
+            barrier_init(empty_pair(pair), 1);
+        }
         barrier_init_fence();
     }
     __syncthreads();
@@ -130,7 +159,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int begin = blockIdx.x, step = PERSISTENT ? gridDim.x : problem.tiles();
     auto load_w = [&](const Tile& tile, int stage, int k) {
         barrier_expect(full_w(stage), W_BYTES);
-        tma_load(base + stage * W_BYTES, w, full_w(stage), k * BK, tile.n, tile.batch * w_batched);
+        const uint32_t to = base + stage * W_BYTES;
+        tma_load(to, w, full_w(stage), k * BK, tile.n, tile.batch * w_batched);
+        if constexpr (GATED) tma_load(to + 64 * BK, w_up, full_w(stage), k * BK, tile.n, tile.batch * w_batched);
     };
     auto load_x = [&](const Tile& tile, int stage, int k, int slice) {
         const uint32_t to = base + AT_X + stage * X_BYTES, barrier = full_x(stage);
@@ -140,14 +171,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         tma_load(to + X_HALF, x, barrier, k * BK + 64, m, batch);
     };
     auto prefetch_w = [&](const Tile& tile, int from) {
-        for (int k = from; k < min(PREFETCHED, tile.k_stop); ++k)
+        for (int k = from; k < min(PREFETCHED, tile.k_stop); ++k) {
             tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
+            if constexpr (GATED) tma_prefetch(w_up, k * BK, tile.n, tile.batch * w_batched);
+        }
     };
     RingOf<W_STAGES> ring_w;
     RingOf<X_STAGES> ring_x;
+    [[maybe_unused]] RingOf<GATED ? PAIRS : 1> pairs;
     if (PERSISTENT && warpgroup == MATH) {
         // Producer: one thread issues the TMA loads.
-        if constexpr (MATH == 2) give_registers<24>();
+        if constexpr (MATH == 2) give_registers<GATED ? 40 : 24>();
         if (warp == 0 && elect()) {
             prefetch_w(walk.at(begin), 0);
             wait_for_launches();
@@ -164,8 +198,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 }
             }
         }
+        if constexpr (GATED) {
+            if (warp > 0) {
+                // SiLU. A unit is what a warp of each consumer has of 16 rows. The product takes the place of the gate.
+                constexpr int UNITS = OUT_ROWS / 16 * 4, ROUNDS = (UNITS + SILU_WARPS - 1) / SILU_WARPS;
+                wait_for_launches();
+                for (int index = begin; walk.reaches(index); index += step) {
+                    const Tile tile = walk.at(index);
+#pragma unroll 1
+                    for (int part = 0; part < BM / OUT_ROWS; ++part, pairs.advance()) {
+                        const uint32_t gate = base + AT_OUT + pairs.stage * 2 * OUT_BYTES;
+                        barrier_wait(full_pair(pairs.stage), pairs.parity);
+                        uint4 rows[ROUNDS];
+#pragma unroll
+                        for (int i = 0; i < ROUNDS; ++i) {
+                            const int unit = i * SILU_WARPS + warp - 1;
+                            const uint32_t from = gate + (unit * 32 + lane) * 16;
+                            if (unit < UNITS)
+                                rows[i] = gated<OutType>(load_shared_words(from), load_shared_words(from + OUT_BYTES));
+                        }
+                        named_sync<SILU_WARPS * 32>(1);
+#pragma unroll
+                        for (int i = 0; i < ROUNDS; ++i) {
+                            const int unit = i * SILU_WARPS + warp - 1;
+                            const int matrix = lane / 8, row = 8 * (unit / 4 * 2 + matrix / 2) + lane % 8;
+                            const uint32_t to = gate + row * 128 + ((unit % 4 * 2 + matrix % 2) ^ (row % 8)) * 16;
+                            if (unit < UNITS) store_matrices<true>(to, rows[i].x, rows[i].y, rows[i].z, rows[i].w);
+                        }
+                        fence_async();
+                        named_sync<SILU_WARPS * 32>(1);
+                        if (warp == 1 && lane == 0) {
+                            tma_store(out, gate, tile.n, tile.m + part * OUT_ROWS, tile.batch);
+                            tma_store_commit();
+                            tma_store_wait_read<0>();
+                            barrier_arrive(empty_pair(pairs.stage));
+                        }
+                        __syncwarp();
+                    }
+                }
+            }
+        }
     } else {
-        if constexpr (PERSISTENT && MATH == 2) take_registers<240>();
+        if constexpr (PERSISTENT && MATH == 2) take_registers<GATED ? 232 : 240>();
         if constexpr (!PERSISTENT) {
             // Prologue: issue the loads of the first W_STAGES K tiles, the weight's before the wait if it is constant.
             if (threadIdx.x < 32 && elect()) {
@@ -184,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             __syncwarp();
         }
         // Consumer: the warpgroup's first column, and its part of K.
-        const int column = K_PARTS > 1 ? 0 : warpgroup * 64, part = K_PARTS > 1 ? warpgroup : 0;
+        const int column = K_PARTS > 1 || GATED ? 0 : warpgroup * 64, part = K_PARTS > 1 ? warpgroup : 0;
+        const float* const own_scale = GATED && warpgroup == 1 ? w_up_scale : w_scale;
         if (K_PARTS > 1 && part == 1) ring_w.advance();
         for (int slice = 0; slice < part * SLICES; ++slice) ring_x.advance();
         const int line = column + warp * 16 + lane / 4;  // the thread's column of w in the tile; it also has line + 8
@@ -194,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         };
         // The scales of the thread's two columns in a K tile, or for all of K where HOLDS.
         auto scales_of = [&](const Tile& tile, int k) {
-            const float* const scales = w_scale + int64_t(tile.batch * w_batched) * s_batch + int64_t(k) * s_k;
+            const float* const scales = own_scale + int64_t(tile.batch * w_batched) * s_batch + int64_t(k) * s_k;
             const int n = tile.n + line, chunk = tile.n + column;
             Pair pair = {0.0f, 0.0f};
             if constexpr (SCALE == BLOCK) {
@@ -210,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         auto run_of = [&](const Tile& tile, int first) {
             const int k = first + lane, chunk = tile.n + column;
             if (k >= tile.k_stop || chunk >= problem.N) return 0.0f;
-            return load_constant(w_scale + int64_t(tile.batch * w_batched) * s_batch + int64_t(k) * s_k +
+            return load_constant(own_scale + int64_t(tile.batch * w_batched) * s_batch + int64_t(k) * s_k +
                                  int64_t(chunk / 128) * s_n);
         };
         auto bias_of = [&]([[maybe_unused]] const Tile& tile) {
@@ -274,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                         high = multiply_pairs<Fp16>(high, powers[half]);
                     }
                 };
-                widen_lines(a, base + stage_w * W_BYTES, line, convert);
+                widen_lines(a, base + stage_w * W_BYTES + (GATED ? warpgroup * 64 * BK : 0), line, convert);
                 settle_fragments(a);
                 if constexpr (W_CONSTANT) {  // which has one tile a block: x is read from here on
                     if (k == tile.k_start + part) {
@@ -382,12 +457,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             if constexpr (HOLDS && !EARLY) last = scales_of(tile, 0);
             if constexpr (!EARLY) added = bias_of(tile);
             // Epilogue: scale, add the bias and cast; then store OUT_ROWS rows at a time by TMA. The parts alternate
-            // between two buffers of rows of 64 columns, into which stmatrix transposes them.
+            // between two buffers of rows of 64 columns, into which stmatrix transposes them; those of gate and up go
+            // into a pair, each thread's values side by side.
 #pragma unroll
             for (int part = 0; part < BM / OUT_ROWS; ++part) {
-                const uint32_t buffer = base + AT_OUT + (warpgroup * 2 + part % 2) * OUT_BYTES;
-                if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<1>();
-                warpgroup_sync(1 + warpgroup);
+                const uint32_t buffer = GATED ? base + AT_OUT + (pairs.stage * 2 + warpgroup) * OUT_BYTES
+                                              : base + AT_OUT + (warpgroup * 2 + part % 2) * OUT_BYTES;
+                if constexpr (GATED) {
+                    barrier_wait(empty_pair(pairs.stage), pairs.parity ^ 1);
+                } else {
+                    if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<1>();
+                    warpgroup_sync(1 + warpgroup);
+                }
                 const float (&sum)[WIDTH / 2] = acc[part * OUT_ROWS / WIDTH];
 #pragma unroll
                 for (int j = 0; j < OUT_ROWS / 8; j += 2) {
@@ -399,9 +480,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                         packed[2 * i + 1] =
                             pack<OutType>(v[2] * last.lower + added.lower, v[3] * last.lower + added.lower);
                     }
+                    if constexpr (GATED) {
+                        const uint32_t at = buffer + (j / 2 * WARPGROUP + threadIdx.x % WARPGROUP) * 16;
+                        store_shared(at, make_uint4(packed[0], packed[1], packed[2], packed[3]));
+                        continue;
+                    }
                     const int matrix = lane / 8, row = 8 * (j + matrix / 2) + lane % 8;
                     const int piece = (warp * 2 + matrix % 2) ^ (row % 8);
                     store_matrices<true>(buffer + row * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
+                }
+                if constexpr (GATED) {
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(full_pair(pairs.stage));
+                    pairs.advance();
+                    continue;
                 }
                 fence_async();
                 warpgroup_sync(1 + warpgroup);

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import splitk_a16w8
 from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.scaled_mm import BK
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
-from fp8fn.ops.cuda.limits import LARGEST
+from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.products import WeightProduct
@@ -19,6 +21,7 @@ from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _OUT_ROWS: Final = 32
+_PART: Final = _OUT_ROWS * 128  # bytes of 64 columns of an output
 _STAGE_BARRIERS: Final = 16
 
 
@@ -27,7 +30,7 @@ class ManyRowsConfig:
     """How `MATH` warpgroups compute tiles of `WIDTH * SLICES` rows of x and `64 * MATH / K_PARTS` columns of w.
 
     `mm_a16w8.cu` says what each does: `STAGES` k-blocks in flight; `RESIDENT` blocks on a multiprocessor (0: a
-    persistent one); `GROUP` rows of tiles walked together.
+    persistent one); `GROUP` rows of tiles walked together. GATED: the tile has 64 columns of a product by two weights.
     """
 
     WIDTH: int = 128
@@ -38,6 +41,7 @@ class ManyRowsConfig:
     RESIDENT: int = 0
     K_PARTS: int = 1
     TURNS: bool = False
+    GATED: bool = False
 
     @property
     def BM(self) -> int:
@@ -45,6 +49,11 @@ class ManyRowsConfig:
 
     @property
     def BN(self) -> int:
+        return 64 if self.GATED else self.w_lines
+
+    @property
+    def w_lines(self) -> int:
+        """The columns of weights in a stage."""
         return 64 * self.MATH // self.K_PARTS
 
     @property
@@ -56,16 +65,29 @@ class ManyRowsConfig:
         return self.STAGES * self.SLICES
 
     @property
+    def pairs(self) -> int:
+        """The parts of gate and up in shared memory: those of a tile, as far as there is room."""
+        if not self.GATED:
+            return 0
+        return min(self.BM // _OUT_ROWS, (SHARED_LIMIT - self._stages) // (2 * _PART + _STAGE_BARRIERS))
+
+    @property
     def shared(self) -> int:
-        w, x = BK * self.BN + _STAGE_BARRIERS, 2 * BK * self.WIDTH + _STAGE_BARRIERS
-        return self.STAGES * w + self.slices_in_flight * x + self.BN // 32 * _OUT_ROWS * 128
+        outputs = self.pairs * (2 * _PART + _STAGE_BARRIERS) if self.GATED else self.BN // 32 * _PART
+        return self._stages + outputs
+
+    @property
+    def _stages(self) -> int:
+        """The bytes of stages."""
+        w, x = BK * self.w_lines + _STAGE_BARRIERS, 2 * BK * self.WIDTH + _STAGE_BARRIERS
+        return self.STAGES * w + self.slices_in_flight * x
 
     def blocks(self, tiles: int, cores: int) -> int:
         """The number of blocks in a launch."""
         return tiles if self.RESIDENT else min(tiles, cores)
 
     def __str__(self) -> str:
-        marks = " turns" * self.TURNS + f" parts{self.K_PARTS}" * (self.K_PARTS > 1)
+        marks = " turns" * self.TURNS + f" parts{self.K_PARTS}" * (self.K_PARTS > 1) + " gated" * self.GATED
         return f"{self.BM}x{self.BN}/{self.SLICES} stages{self.STAGES} resident{self.RESIDENT} group{self.GROUP}{marks}"
 
 
@@ -100,17 +122,33 @@ def choose_config(problem: WeightProblem) -> ManyRowsConfig:
         return _choose_once(m, n, batches, cores)
     if m <= 128 and k <= BK * _SHORT:
         return _choose_short(m, n, -(-k // BK), batches, cores)
-    costs = {
-        config: -(-count // cores) * config.BM * of_row
-        for config, of_row in _LARGE
-        if (count := tiles(m, n, batches, config)) * 3 >= 2 * cores and m > config.BM // 2
-    }
-    if costs:
-        return min(costs, key=costs.__getitem__)
+    if (large := _choose_large(problem, _LARGE)) is not None:
+        return large
     parts = ManyRowsConfig(128 if m > 64 else 64, 1, 4, K_PARTS=2, RESIDENT=1)
     if tiles(m, n, batches, parts) <= cores:
         return parts
     return _SQUARE if m > 64 else _SMALLEST
+
+
+def _choose_large(problem: WeightProblem, among: Sequence[tuple[ManyRowsConfig, float]]) -> ManyRowsConfig | None:
+    """The cheapest of those that leave at most a third of the multiprocessors without a tile."""
+    m, cores = problem.m, problem.cores
+    costs = {
+        config: -(-count // cores) * config.BM * of_row
+        for config, of_row in among
+        if (count := tiles(m, problem.n, problem.batch, config)) * 3 >= 2 * cores and m > config.BM // 2
+    }
+    return min(costs, key=costs.__getitem__) if costs else None
+
+
+def configure_gated(product: WeightProduct) -> ManyRowsConfig:
+    """The tile of a product with as many columns as gate and up have together, of those that all pairs of parts fit in.
+
+    Beside 320 rows, whose stages leave room for 4 of 10 pairs, the multiplying warpgroups would wait for the SiLU.
+    """
+    problem = weight_problem(product)
+    large = _choose_large(problem._replace(n=2 * problem.n), _LARGE[1:]) or _SQUARE
+    return replace(large, GATED=True)
 
 
 def candidates(problem: WeightProblem) -> tuple[ManyRowsConfig, ...]:
@@ -212,11 +250,34 @@ def accepts(product: WeightProduct) -> str | None:
     return None
 
 
+def accepts_gated(product: WeightProduct) -> str | None:
+    """None where `plan` takes `silu(x @ w) * (x @ w_up)`, and each product alone has large tiles; else why not."""
+    gate, up = product.w, product.w_up
+    assert up is not None
+    if (gate.block, gate.data.shape, gate.data.dtype) != (up.block, up.data.shape, up.data.dtype):
+        return "w and w_up differ in shape, type or block"
+    if column_steps(product) != column_steps(replace(product, w=up)):
+        return f"the scales of w have strides {gate.scale.stride()} and those of w_up {up.scale.stride()}"
+    if product.bias is not None or product.out.dtype != product.x.dtype:
+        return "it has a bias or another output type"
+    if (reason := accepts(product)) is not None:
+        return reason
+    if (reason := accepts(replace(product, w=up))) is not None:
+        return f"w_up: {reason}"
+    problem = weight_problem(product)
+    if problem.m <= _SQUARE.BM:
+        return f"M={problem.m} is few rows"
+    if (config := choose_config(problem)).RESIDENT or config.MATH != 2:
+        return f"each product is one of small tiles, {config}"
+    return None
+
+
 def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
     """The launch of a product that `accepts` accepts, of which nothing is empty.
 
     A constant weight is read early by small tiles: of larger ones with more of K than is in flight it did not pay.
     """
+    assert (product.w_up is not None) == config.GATED
     product = product.as_matrix()
     m, n, k, batches, target, constant = (
         product.m, product.n, product.k, product.batch, product.target, product.constant
@@ -226,12 +287,16 @@ def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
     early = constant and config.RESIDENT > 0 and (in_flight or config.BM <= FEW)
     kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
     macros = types_of(product)
+    w_box = (1, config.BN, BK)
+    of_up: dict[str, TensorMap | Tensor] = {}
+    if product.w_up is not None:
+        of_up = {"w_up": TensorMap(as_batch(product.w_up.data.mT), w_box, 128), "w_up_scale": product.w_up.scale}
     options = {
         "MATH": config.MATH, "K_PARTS": config.K_PARTS, "WIDTH": config.WIDTH, "SLICES": config.SLICES,
         "W_STAGES": config.STAGES, "X_STAGES": config.slices_in_flight,
         "TURNS": int(config.TURNS), "ONCE": int(k <= BK), "PERSISTENT": int(config.RESIDENT == 0),
         "IN_FLIGHT": int(in_flight), "RESIDENT": max(config.RESIDENT, 1),
-        "GROUP": config.GROUP, "W_CONSTANT": int(early),
+        "GROUP": config.GROUP, "W_CONSTANT": int(early), "PAIRS": config.pairs,
     }  # fmt: skip
     return (
         CudaLaunch(
@@ -244,11 +309,11 @@ def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
             shared=config.shared,
             args={
                 "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
-                "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
+                "w": TensorMap(as_batch(w.mT), w_box, 128),
                 "w_scale": product.w.scale, "bias": product.bias,
                 "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
                 "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
-                **column_steps(product),
+                **column_steps(product), **of_up,
             },
             target=target,
             options=options,

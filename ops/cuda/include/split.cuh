@@ -1,17 +1,6 @@
 // Splits 16-bit values into sums of FP8 values, so that an FP8 tensor core multiplies them exactly.
 #pragma once
 #include "mma.cuh"
-#include "silu.cuh"
-
-// silu(gate) * up of eight pairs of 16-bit values, computed in float32 and rounded once.
-template <typename T>
-INLINE uint4 gated(const uint4& gate, const uint4& up) {
-    auto pair = [](uint32_t g, uint32_t u) {
-        auto one = [](uint32_t g, uint32_t u) { return silu(float(T{uint16_t(g)})) * float(T{uint16_t(u)}); };
-        return pack<T>(one(g, u), one(g >> 16, u >> 16));
-    };
-    return make_uint4(pair(gate.x, up.x), pair(gate.y, up.y), pair(gate.z, up.z), pair(gate.w, up.w));
-}
 
 // The scale of a row's part, by which it is divided before it is split, so that the largest magnitude is from 128 to
 // 256. `bits` is the scale as a float32. The division is by two multiplications, by the pairs of powers of two `once`
