@@ -83,6 +83,7 @@ _leaf(moe_gemm, moe_gemm.MOE_GEMM_SCHEMA)
 _leaf(scaled_grouped_mm, scaled_grouped_mm.SCALED_GROUPED_MM_SCHEMA)
 _leaf(mm_a16w8, mm_a16w8.MM_A16W8_SCHEMA, autograd.mm_a16w8)
 _leaf(mm_a16w8, mm_a16w8.SILU_MUL_MM_A16W8_SCHEMA)
+_leaf(mm_a16w8, mm_a16w8.MM_A16W8_SILU_MUL_SCHEMA)
 _leaf(grouped_mm_a16w8, grouped_mm_a16w8.GROUPED_MM_A16W8_SCHEMA, autograd.grouped_mm_a16w8)
 for _schema, _composite, _vmap in (
     (gemm.GEMM_SCHEMA, autograd.gemm, vmap.gemm),

@@ -237,6 +237,11 @@ def grouped_mm_a16w8(arguments: Mapping[str, Any]) -> Rule:
 silu_mul_mm_a16w8: Final = Rule(
     inputs={"gate": "mk", "up": "mk", "w": "kn", "w_scale": "kn/w_block"}, outputs=("mn",), uncut="k"
 )
+# Likewise, sums of parts of K: silu(gate) * up of a sum is not the sum of theirs.
+mm_a16w8_silu_mul: Final = Rule(
+    inputs={"x": "mk", "w": "kn", "w_scale": "kn/w_block", "w_up": "kn", "w_up_scale": "kn/w_block"},
+    outputs=("mn",), uncut="k",
+)  # fmt: skip
 
 
 def _needs_whole_rows(arguments: Mapping[str, Any]) -> bool:

@@ -4,6 +4,9 @@ With `activations="fp8"` the op quantizes many rows and multiplies in FP8; `ops/
 
 `fp8fn::silu_mul_mm_a16w8` multiplies rows `silu(gate) * up`, which a launch of few rows computes by itself. Passes over
 compiled graphs call it. The rows are computed in float32 and rounded to their type, as by Inductor's kernel.
+
+`fp8fn::mm_a16w8_silu_mul` computes `silu(x @ w) * (x @ w_up)`, of many rows in one launch. Passes over compiled graphs
+call this op too. Both products are rounded to the type of `x` before the SiLU.
 """
 
 from __future__ import annotations
@@ -54,8 +57,13 @@ MM_A16W8_SCHEMA: Final = (
 SILU_MUL_MM_A16W8_SCHEMA: Final = (
     "silu_mul_mm_a16w8(Tensor gate, Tensor up, Tensor w, Tensor w_scale, int[2] w_block, bool constant=False) -> Tensor"
 )
+MM_A16W8_SILU_MUL_SCHEMA: Final = (
+    "mm_a16w8_silu_mul(Tensor x, Tensor w, Tensor w_scale, Tensor w_up, Tensor w_up_scale, int[2] w_block) -> Tensor"
+)
 # Rows up to which computing them in each block was measured to take less than a launch; more were not tried.
 MOST_GATED_ROWS: Final = 8
+# Rows from which the products by two weights have large tiles, one launch of which computes silu(gate) * up.
+FEWEST_GATED_ROWS: Final = 129
 
 
 def check_mm_a16w8(
@@ -331,5 +339,79 @@ SILU_MUL_MM_A16W8: Final = Dispatch(
     operands=_gated_operands,
     kernels=(Kernel("cuda_tiles", _accepts_gated, a16w8_tiles.configure, a16w8_tiles.plan),),
     reference=_in_two,
+    unserved=unserved,
+)
+
+
+def check_mm_a16w8_silu_mul(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_up: Tensor, w_up_scale: Tensor, w_block: Sequence[int]
+) -> Block:
+    """The block as a tuple, or the error that says which argument is wrong and what would work."""
+    name = "mm_a16w8_silu_mul"
+    for operand, tensor, matrix in (("x", x, "M, K"), ("w", w, "K, N")):
+        if tensor.ndim != 2:
+            raise ValueError(f"{name}: {operand} has shape {tuple(tensor.shape)}; it must be ({matrix})")
+    block = check_weight_operands(name, x, (w, w_scale, w_block), None, None)
+    if w_up.shape != w.shape:
+        raise ValueError(f"{name}: w has shape {tuple(w.shape)} and w_up {tuple(w_up.shape)}; they must be equal")
+    if w_up.dtype != w.dtype:
+        raise TypeError(f"{name}: w has dtype {w.dtype} and w_up {w_up.dtype}; they must be equal")
+    check_operand(f"{name}: w_up", w_up, w_up_scale, w_block)
+    for operand, tensor in (("w_up", w_up), ("w_up_scale", w_up_scale)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name}: x is on {x.device} and {operand} on {tensor.device}; move them to one device")
+    return block
+
+
+def mm_a16w8_silu_mul_reference(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_up: Tensor, w_up_scale: Tensor, w_block: Sequence[int]
+) -> Tensor:
+    block = check_mm_a16w8_silu_mul(x, w, w_scale, w_up, w_up_scale, w_block)
+    weights = Quantized(w, w_scale, block), Quantized(w_up, w_up_scale, block)
+    gate, up = (reference.mm_a16w8(x, each, None, x.dtype) for each in weights)
+    return reference.silu_mul(gate, up).to(x.dtype)
+
+
+def mm_a16w8_silu_mul_fake(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_up: Tensor, w_up_scale: Tensor, w_block: Sequence[int]
+) -> Tensor:
+    check_mm_a16w8_silu_mul(x, w, w_scale, w_up, w_up_scale, w_block)
+    return empty_output(x, w, x.dtype)
+
+
+def mm_a16w8_silu_mul_kernel(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_up: Tensor, w_up_scale: Tensor, w_block: Sequence[int]
+) -> Tensor:
+    return MM_A16W8_SILU_MUL((x, w, w_scale, w_up, w_up_scale), (tuple(w_block),))[0]
+
+
+def serves_gated_product(x: Tensor, gate: Quantized, up: Quantized, target: Target) -> str | None:
+    """None where one launch computes `silu(x @ gate) * (x @ up)` on a GPU, else why not."""
+    out = empty_output(x, gate.data, x.dtype)
+    product = WeightProduct(x=x, w=gate, w_up=up, out=out, target=target)
+    return unserved(product) or mm_a16w8.accepts_gated(product)
+
+
+def _gated_product(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:
+    (x, w, w_scale, w_up, w_up_scale), (w_block,) = tensors, values
+    block = check_mm_a16w8_silu_mul(x, w, w_scale, w_up, w_up_scale, w_block)
+    return WeightProduct(
+        x=x, w=Quantized(w, w_scale, block), w_up=Quantized(w_up, w_up_scale, block),
+        out=empty_output(x, w, x.dtype), target=targets.target_of(x.device),
+    )  # fmt: skip
+
+
+def _in_three(product: WeightProduct) -> tuple[Tensor]:
+    assert product.w_up is not None
+    gate, up = (torch.ops.fp8fn.mm_a16w8(product.x, *each) for each in (product.w, product.w_up))
+    return (reference.silu_mul(gate, up).to(gate.dtype),)
+
+
+MM_A16W8_SILU_MUL: Final = Dispatch(
+    op="mm_a16w8_silu_mul",
+    inputs=("x", "w", "w_scale", "w_up", "w_up_scale"),
+    operands=_gated_product,
+    kernels=(Kernel("cuda_many", mm_a16w8.accepts_gated, mm_a16w8.configure_gated, mm_a16w8.plan),),
+    reference=_in_three,
     unserved=unserved,
 )

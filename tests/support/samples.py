@@ -491,6 +491,24 @@ def silu_mul_mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list
     ]
 
 
+def mm_a16w8_silu_mul(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+
+    def weights(n: int, k: int, block: tuple[int, int], **options: Any) -> tuple[Any, ...]:
+        """The second one without its block, which is that of the first."""
+        gate, up = (_operand(x(n, k).mT, block, **options) for _ in range(2))
+        return (*gate[:2], *up[:2], gate[2])
+
+    square = (128, 128)
+    return [
+        Sample("plain", (x(130, 256), *weights(384, 256, square)), {}),
+        Sample("strided", (x(160, 144).mT, *weights(64, 160, (128, 1))), {}),
+        Sample("ragged", (x(33, 190, dtype=FP16), *weights(65, 190, square)), {}),
+        Sample("float32", (x(3, 70, dtype=FP32), *weights(33, 70, (-1, 1), dtype=torch.float8_e5m2)), {}),
+        Sample("empty", (x(0, 128), *weights(16, 128, square)), {}),
+    ]
+
+
 def grouped_mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     x = _Normal(seed, device)
     e5m2, mx, square = {"dtype": torch.float8_e5m2}, {"scale": "e8m0"}, (128, 128)
@@ -531,6 +549,7 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "mm_a16w8": mm_a16w8,
     "grouped_mm_a16w8": grouped_mm_a16w8,
     "silu_mul_mm_a16w8": silu_mul_mm_a16w8,
+    "mm_a16w8_silu_mul": mm_a16w8_silu_mul,
     "mx_mm": mx_mm,
     "moe_gemm": moe_gemm,
     "gemm": gemm,
