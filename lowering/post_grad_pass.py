@@ -13,6 +13,7 @@ from torch.fx import Graph
 from fp8fn.lowering import joint_pass
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import (
+    gated_product,
     gated_rows,
     gather_scaled_mm,
     given_amax,
@@ -31,7 +32,7 @@ _listeners: Final[list[list[Substitution]]] = []
 
 
 def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution]:
-    """Fuses in place, and reports each quantizer, and each product of a few rows, whose producer a pattern knows."""
+    """Fuses in place; reports each quantizer whose producer a pattern knows, and `silu(gate) * up` beside products."""
     substitutions = chain(
         producers.substitute(graph), saved_silu_mul.substitute(graph), silu_mul_backward.substitute(graph),
         grouped_silu_mul_backward.substitute(graph), inlined.substitute(graph, blocks), given_amax.substitute(graph),
@@ -43,7 +44,8 @@ def _gated(graph: Graph) -> list[Substitution]:
     def sizes(found: Substitution) -> str:
         return "(M,N,K)=({},{},{})".format(*found.shape)
 
-    return joint_pass.reported(graph, gated_rows.substitute(graph), sizes, _listeners)
+    substitutions = chain(gated_product.substitute(graph), gated_rows.substitute(graph))
+    return joint_pass.reported(graph, substitutions, sizes, _listeners)
 
 
 def pipeline(graph: Graph) -> list[Substitution]:

@@ -14,6 +14,7 @@ from fp8fn.lowering.graph.emit import call
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, tensor_of
 from fp8fn.lowering.graph.views import Size, as_matrix, aten, equal, same_sizes
 from fp8fn.ops import targets
+from fp8fn.ops.cuda.limits import TMA_ALIGNMENT
 from fp8fn.ops.layout import Block, swap
 
 RESHAPES: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -124,6 +125,12 @@ def like(graph: Graph, node: Node, x: Node) -> Node:
         if same_sizes(tensor_of(known).shape, tensor_of(x).shape):
             return known
     return call(graph, aten.reshape.default, node, as_matrix(tensor_of(x).shape))
+
+
+def begins_aligned(node: Node) -> bool:
+    """Whether a kernel may load 16 bytes from the first element on; memory itself begins at such a multiple."""
+    begin = tensor_of(node).storage_offset()
+    return isinstance(begin, int) and begin * tensor_of(node).itemsize % TMA_ALIGNMENT == 0
 
 
 def readers(node: Node) -> Iterator[Node]:

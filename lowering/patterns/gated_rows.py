@@ -17,12 +17,11 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call, replace
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, tensor_of
-from fp8fn.lowering.graph.quantizers import RESHAPES, computed, like, reshaped_of
+from fp8fn.lowering.graph.quantizers import RESHAPES, begins_aligned, computed, like, reshaped_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import sized
 from fp8fn.lowering.patterns.producers import SiluMul, find_silu_mul, unread_beside
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.limits import TMA_ALIGNMENT
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.layout import known_block
 from fp8fn.ops.mm_a16w8 import MOST_GATED_ROWS, serves_gated
@@ -74,7 +73,7 @@ def _why_not(node: Node, given: dict[str, Any], found: SiluMul) -> str | None:
     weight, scale, block = sized(w), sized(tensor_of(given["w_scale"])), known_block(given["w_block"])
     if gate is None or up is None or weight is None or scale is None or block is None:
         return "a size is not known"
-    if not all(map(_begins_aligned, found.inputs)):
+    if not all(map(begins_aligned, found.inputs)):
         return "gate or up does not begin at a multiple of 16 bytes"
     weight_parts = Quantized(weight, scale, block)
     reason = serves_gated(gate, up, weight_parts, target, constant=given["constant"]) or nvrtc.unavailable()
@@ -95,9 +94,3 @@ def _viewed(node: Node) -> Node:
         if not getattr(view.target, "is_view", False) and view.target not in RESHAPES:
             return node
         node = input_of(view)
-
-
-def _begins_aligned(part: Node) -> bool:
-    """Whether the kernel may load 16 bytes from the first element on; memory itself begins at such a multiple."""
-    begin = tensor_of(part).storage_offset()
-    return isinstance(begin, int) and begin * tensor_of(part).itemsize % TMA_ALIGNMENT == 0
