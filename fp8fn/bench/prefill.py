@@ -8,7 +8,8 @@ fills no cache. The embedding and the head stay in bf16.
 - `fp8fn:fp8` is the same with `activations="fp8"`; `fp8fn:fp8-rowwise` has one scale for each output feature in place
   of the blocks, `fp8fn:fp8-tensorwise` one for each weight. The activations are quantized row by row.
 - Inductor compiles these as it compiles bf16. With `,backend=fp8fn` at the end of its name, a variant is compiled by
-  `backend="fp8fn"`, which also fuses the quantizers of activations into norms and into `silu(gate) * up`.
+  `backend="fp8fn"`, which also fuses the quantizers of activations into norms and into `silu(gate) * up`, and this, of
+  activations in 16 bits, into the products of gate and up.
 - `torchao:dynamic-rowwise` and `torchao:dynamic-tensorwise` are `quantize_` with
   Float8DynamicActivationFloat8WeightConfig. Their products accumulate fast. Inductor compiles them as it compiles
   bf16, without the coordinate descent that torchao recommends: it takes over a minute.
@@ -84,7 +85,7 @@ VARIANTS: Final[Mapping[str, Quantize]] = {
 }
 DEFAULTS: Final = (
     BF16, "torchao:dynamic-rowwise", "torchao:dynamic-tensorwise", "fp8fn:16bit", "fp8fn:fp8",
-    *(f"{name}{_BY_FP8FN}" for name in _FP8FN if name != "fp8fn:16bit"),
+    *(f"{name}{_BY_FP8FN}" for name in _FP8FN),
 )  # fmt: skip
 
 
