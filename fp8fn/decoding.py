@@ -147,19 +147,16 @@ class _Steps:
     def after(self, token: Tensor, left: int) -> Tensor:
         """The logits after `token (B, 1)`; `left` steps follow at most. The next call may overwrite them."""
         self.token.copy_(token)
+        if self.positions is not None:
+            self.positions += 1
         if self.captured and self.logits is not None and self.graph is None and left >= _WORTH_CAPTURING:
             self.graph = self._capture()
         if self.graph is None:
-            self.logits = self._run()
+            self.logits = self.step(*self.inputs)
         else:
             self.graph.replay()
         assert self.logits is not None
         return self.logits
-
-    def _run(self) -> Tensor:
-        if self.positions is not None:
-            self.positions += 1
-        return self.step(*self.inputs)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """The graph of a step; capturing it runs nothing.
@@ -175,7 +172,7 @@ class _Steps:
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     with torch.compiler.set_stance("fail_on_recompile"):
-                        self.logits = self._run()
+                        self.logits = self.step(*self.inputs)
                 finally:
                     graph.capture_end()
         finally:
@@ -196,8 +193,6 @@ class _Choice:
 
     def of(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """The next tokens `(B,)`; the memory of `logits` may be written by the next step."""
-        if not (self.processor or self.config.do_sample or self.config.return_dict_in_generate):
-            return logits.argmax(-1)
         logits = logits.to(torch.float32, copy=True)
         scores: Tensor = self.processor(tokens, logits)
         if self.scores is not None:
