@@ -8,9 +8,11 @@ whether the sequences are finished; what was computed in between is dropped.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,6 +20,7 @@ from types import FunctionType
 from typing import Any, Final, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,6 +38,8 @@ Step = Callable[..., Tensor]
 # The compiled steps of each model by the number of sequences, and how each was compiled.
 _STEPS: Final[weakref.WeakKeyDictionary[Any, dict[int, tuple[Mapping[str, Any], Step]]]] = weakref.WeakKeyDictionary()
 _NUMBERS: Final = itertools.count()
+# PyTorch captures one graph at a time in a process.
+_CAPTURING: Final = threading.Lock()
 
 
 @torch.no_grad()
@@ -46,8 +51,9 @@ def decoding_loop(
 
     It makes the tokens of `generate` without it, greedy or sampled, with the same processors of logits and stopping
     criteria, and needs `cache_implementation="static"`. The step is compiled by `backend="fp8fn"`, where each weight
-    keeps its format, and captured in a CUDA graph; a `compile_config` replaces both. transformers hands no `streamer`
-    to such a method. The arguments are those that `generate` passes.
+    keeps its format, and captured in a CUDA graph; a `compile_config` replaces both. transformers hands such a method
+    no `streamer`, which gets the prompt alone, and no `tokenizer`: for `stop_strings`, pass a `StopStringCriteria`. The
+    arguments are those that `generate` passes.
 
     Args:
         model: Decoder of transformers whose inputs are tokens, with attention `"sdpa"` or `"eager"`.
@@ -86,9 +92,8 @@ def _decoded(
     model: Any, prompt: Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, given: Mapping[str, Any]
 ) -> Any:
     cache, first = given["past_key_values"], prompt.shape[1]
-    tokens = F.pad(prompt, (0, config.max_length - first))
-    inputs = model.prepare_inputs_for_generation(prompt, is_first_iteration=True, **given)
-    logits = model(**inputs, return_dict=True).logits[:, -1]
+    tokens = F.pad(prompt.long(), (0, config.max_length - first))
+    logits = _prefill(model, prompt, given)
     steps = _Steps(model, config, tokens, given)
     # A cache that the caller keeps must hold no more than the tokens that are returned.
     kept = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
@@ -98,11 +103,22 @@ def _decoded(
         if place > first:
             logits = steps.after(tokens[:, place - 1 : place], config.max_length - place)
         chosen = choice.of(logits, tokens[:, :place])
+        end.drew()
         tokens[:, place] = end.padded(chosen, pad)
         if end.reached(stopping_criteria(tokens[:, : place + 1], choice.scores)):
             break
     tokens = tokens[:, : first + end.steps()]
     return choice.output(tokens, cache) if config.return_dict_in_generate else tokens
+
+
+def _prefill(model: Any, prompt: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """The logits `(B, vocabulary)` after the prompt."""
+    inputs = model.prepare_inputs_for_generation(prompt, is_first_iteration=True, **given)
+    outputs = model(**inputs, return_dict=True)
+    if getattr(outputs, "past_key_values", None) is not given["past_key_values"]:
+        _refuse("the model leaves the cache aside", "it serves decoders that write into the static cache")
+    logits: Tensor = outputs.logits[:, -1]
+    return logits
 
 
 def model_step(model: Any, token: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> Tensor:
@@ -128,18 +144,32 @@ def _compiled(model: Any, batch: int, how: Mapping[str, Any]) -> Step:
     return steps[batch][1]
 
 
+def _dynamo() -> Any:
+    return importlib.import_module("fp8fn.ops.torch_private.dynamo")
+
+
+@functools.cache
+def _capture_stream(replayed_on: Any) -> Any:
+    """The stream on which graphs are captured that are replayed on a stream.
+
+    cuBLAS keeps up to 32 MiB for each stream that it has seen: a new stream for each capture would cost a gigabyte.
+    Graphs that may run at the same time do not share the memory.
+    """
+    return torch.cuda.Stream(replayed_on.device)
+
+
 class _Steps:
     """The steps after a prompt; on a GPU a CUDA graph from the second one on, which costs the host no guards."""
 
     def __init__(self, model: Any, config: Any, tokens: Tensor, given: Mapping[str, Any]) -> None:
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if mask is not None:  # what is later than a step's position is hidden anyway
-            mask = F.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
+            mask = F.pad(mask, (0, given["past_key_values"].layers[0].max_cache_len - mask.shape[1]), value=1)
         self.token = torch.empty_like(tokens[:, :1])
         self.positions = None if positions is None else positions[..., -1:].clone()
         self.inputs = (model, self.token, given["past_key_values"], mask, self.positions)
-        how = _COMPILED_BY if config.compile_config is None else config.compile_config.to_dict()
-        self.step = model_step if config.disable_compile else _compiled(model, len(tokens), how)
+        self.how = _COMPILED_BY if config.compile_config is None else config.compile_config.to_dict()
+        self.step = model_step if config.disable_compile else _compiled(model, len(tokens), self.how)
         self.captured = tokens.is_cuda and not config.disable_compile and config.compile_config is None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -152,33 +182,54 @@ class _Steps:
         if self.captured and self.logits is not None and self.graph is None and left >= _WORTH_CAPTURING:
             self.graph = self._capture()
         if self.graph is None:
-            self.logits = self.step(*self.inputs)
+            self.logits = self._run()
         else:
             self.graph.replay()
         assert self.logits is not None
         return self.logits
+
+    def _run(self) -> Tensor:
+        if self.step is model_step:
+            return model_step(*self.inputs)
+        dynamo = _dynamo()
+        # PyTorch does not look by default whether a module has got a hook since it was compiled.
+        with dynamo.settings.patch(skip_nnmodule_hook_guards=False):
+            try:
+                return self.step(*self.inputs)
+            except dynamo.FailOnRecompileLimitHit:
+                # The step did not run. PyTorch keeps eight variants of a function: each of PEFT's adapters needs one.
+                model, token = self.inputs[:2]
+                _STEPS[model].pop(len(token), None)
+                self.step = _compiled(model, len(token), self.how)
+                return self.step(*self.inputs)
+            except (dynamo.Unsupported, dynamo.UserError) as error:
+                what = "the model's step is more than one graph for torch.compile"
+                raise ValueError(f"decoding_loop: {what}; pass disable_compile=True") from error
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """The graph of a step; capturing it runs nothing.
 
         A step ran before. One that would be compiled again, since it depends on what Python counts, is an error.
         """
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.token.device)
-        stream.wait_stream(torch.cuda.current_stream(self.token.device))
-        collecting = gc.isenabled()
-        gc.disable()  # a graph that is destroyed meanwhile would end the capture
-        try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    with torch.compiler.set_stance("fail_on_recompile"):
-                        self.logits = self.step(*self.inputs)
-                finally:
-                    graph.capture_end()
-        finally:
-            if collecting:
-                gc.enable()
-        torch.cuda.current_stream(self.token.device).wait_stream(stream)
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.token.device)
+        with _CAPTURING:
+            stream = _capture_stream(current)
+            stream.wait_stream(current)
+            collecting = gc.isenabled()
+            gc.disable()  # a graph that is destroyed meanwhile would end the capture
+            try:
+                with torch.cuda.stream(stream):
+                    graph.capture_begin(capture_error_mode="thread_local")
+                    try:
+                        # torch.compiler.set_stance would forbid other threads to compile anything.
+                        with _dynamo().settings.patch(error_on_recompile=True):
+                            self.logits = self.step(*self.inputs)
+                    finally:
+                        graph.capture_end()
+            finally:
+                if collecting:
+                    gc.enable()
+            current.wait_stream(stream)
         return graph
 
 
@@ -193,7 +244,7 @@ class _Choice:
 
     def of(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """The next tokens `(B,)`; the memory of `logits` may be written by the next step."""
-        logits = logits.to(torch.float32, copy=True)
+        logits = logits.to(tokens.device, torch.float32, copy=True)
         scores: Tensor = self.processor(tokens, logits)
         if self.scores is not None:
             self.scores += (scores,)
@@ -218,6 +269,15 @@ class _End:
         self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
         self._enqueued = 0
         self._last: int | None = None
+        # Ranks that compute a step together must enqueue equally many, so none may look how far its own GPU is.
+        self._polls = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        self._generator: Any = None if self.waits else torch.cuda.default_generators[tokens.device.index]
+        self._offsets: list[int] = []
+
+    def drew(self) -> None:
+        """Notes how far the step has advanced the GPU's generator of random numbers."""
+        if self._generator is not None:
+            self._offsets.append(self._generator.get_offset())
 
     def padded(self, chosen: Tensor, pad: Tensor | None) -> Tensor:
         return chosen if pad is None else torch.where(self.unfinished, chosen, pad)
@@ -237,48 +297,69 @@ class _End:
         return self._read(len(self._flags) - 1)
 
     def steps(self) -> int:
-        """The number of steps whose tokens count; none is running any more."""
+        """The number of steps whose tokens count; later ones have ended, and give back the numbers that they drew."""
         self._read(0)
+        count = self._enqueued if self._last is None else self._last
         if not self.waits:
             torch.cuda.current_stream(self.unfinished.device).synchronize()
-        return self._enqueued if self._last is None else self._last
+        if self._generator is not None and count < self._enqueued:
+            self._generator.set_offset(self._offsets[count - 1])
+        return count
 
     def _read(self, most_pending: int) -> bool:
         """Whether a step was the last one; waits until at most so many steps have not been read."""
         pending = self._pending
-        while self._last is None and pending and (len(pending) > most_pending or pending[0][1].query()):
-            step, event = pending.popleft()
+        while self._last is None and pending:
+            step, event = pending[0]
+            if len(pending) <= most_pending and not (self._polls and event.query()):
+                break
+            pending.popleft()
             event.synchronize()
             if not self._flags[step % len(self._flags)]:
                 self._last = step
         return self._last is not None
 
 
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise ValueError(f"decoding_loop: {what}; {instead}")
+
+
 def _check(model: Any, config: Any, given: Mapping[str, Any]) -> None:
     """Raises ValueError for what the loop does not do."""
-
-    def refuse(what: str, instead: str) -> NoReturn:
-        raise ValueError(f"decoding_loop: {what}; {instead}")
-
     mode, attention = config.get_generation_mode().value, model.config._attn_implementation
-    if mode not in _MODES or model.config.is_encoder_decoder:
-        refuse(f"generate's mode is {mode}", "it decodes greedily or samples, with num_beams=1")
+    if model.config.is_encoder_decoder:
+        _refuse("the model has an encoder", "it serves decoders alone")
+    if mode not in _MODES:
+        _refuse(f"generate's mode is {mode}", "it decodes greedily or samples, with num_beams=1")
     cache: Any = given.get("past_key_values")
-    static = importlib.import_module("transformers.cache_utils").StaticLayer
+    generation = importlib.import_module("transformers.generation")
+    caches = importlib.import_module("transformers.cache_utils")
     layers = getattr(cache, "layers", ())
     for layer in layers or (cache,):
         # A layer of a sliding window, for one, counts its tokens in Python, which a captured step would not see.
-        if type(layer) is not static or not isinstance(getattr(layer, "cumulative_length", None), Tensor):
-            refuse(f"the cache has a {type(layer).__name__}", "it takes transformers 5's StaticLayers")
+        if type(layer) is not caches.StaticLayer or not isinstance(getattr(layer, "cumulative_length", None), Tensor):
+            _refuse(f"the cache has a {type(layer).__name__}", "it takes transformers 5's StaticLayers")
+    if type(cache) not in (caches.Cache, caches.StaticCache):
+        _refuse(f"the cache is a {type(cache).__name__}", "it takes transformers' own StaticCache")
     if getattr(cache, "offloading", False):
-        refuse("the cache is offloaded to the CPU", 'pass cache_implementation="static"')
+        _refuse("the cache is offloaded to the CPU", 'pass cache_implementation="static"')
     if held := int(cache.get_seq_length()):
-        refuse(f"the cache holds {held} tokens", "pass an empty one")
+        _refuse(f"the cache holds {held} tokens", "pass an empty one")
     if attention not in _ATTENTION:
-        refuse(f"the model's attention is {attention!r}", f"it takes {' and '.join(map(repr, _ATTENTION))}")
+        _refuse(f"the model's attention is {attention!r}", f"it takes {' and '.join(map(repr, _ATTENTION))}")
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    if len(devices) > 1 and not config.disable_compile:
+        _refuse(f"the model is on devices {sorted(map(str, devices))}", "pass disable_compile=True")
+    # Phi-3 drops the cache at the length where it changes its rotary embedding; a step does not see that length.
+    own = type(model).prepare_inputs_for_generation is not generation.GenerationMixin.prepare_inputs_for_generation
+    most = getattr(model.config, "original_max_position_embeddings", None) if own else None
+    if most is not None and config.max_length - 1 > most:
+        _refuse(
+            f"the model computes its cache again after {most} tokens", "ask for fewer, or leave custom_generate out"
+        )
     for name in _UNSUPPORTED:
         if getattr(config, name, None):
-            refuse(f"{name}={getattr(config, name)!r}", "leave it out, or leave custom_generate out")
+            _refuse(f"{name}={getattr(config, name)!r}", "leave it out, or leave custom_generate out")
     for name, value in given.items():
         if name not in _INPUTS and value is not None and value is not False:
-            refuse(f"the model also takes {name}", "it serves decoders whose inputs are tokens")
+            _refuse(f"the model also takes {name}", "it serves decoders whose inputs are tokens")

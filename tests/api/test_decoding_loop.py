@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,17 +38,19 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def made(kind: str) -> Any:
+def made(kind: str, **changed: Any) -> Any:
     configs = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 4}),
         "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM, {}),
+        "bloom": (transformers.BloomConfig, transformers.BloomForCausalLM, {"n_layer": 2, "n_head": 4}),
+        "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {}),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {"head_dim": 32, "sliding_window": 8}),
     }
     config, model, more = configs[kind]
     torch.manual_seed(0)
-    return model(config(**SIZES, **more)).eval()
+    return model(config(**SIZES, **more, **changed)).eval()
 
 
 def generated(model: Any, loop: bool, prompt: Tensor = PROMPT, **asked: Any) -> Any:
@@ -66,9 +71,30 @@ def test_the_tokens_of_generate(kind: str, asked: str) -> None:
         assert not torch.equal(wanted[:, -1] % 3 == 0, wanted[:, -2] % 3 == 0)  # one was padded after its end
 
 
+@pytest.mark.parametrize("length", [20, 40])
+def test_a_mask_is_as_long_as_the_cache(length: int) -> None:
+    """BLOOM computes the bias of each place in the cache from the mask."""
+    model = made("bloom")
+    asked: dict[str, Any] = {"attention_mask": MASK, "do_sample": False}
+    cache = transformers.StaticCache(config=model.config, max_cache_len=length)
+    found = generated(model, True, **asked, past_key_values=cache, cache_implementation=None)
+    assert torch.equal(found, generated(model, False, **asked))
+
+
+def test_a_prompt_of_int32() -> None:
+    found, wanted = (generated(made("llama"), loop, PROMPT.int(), do_sample=False) for loop in (True, False))
+    assert found.dtype == wanted.dtype == torch.long
+    assert torch.equal(found, wanted)
+
+
 def test_what_generate_returns_beside_tokens() -> None:
     model = made("llama")
-    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "temperature": 0.5}
+    asked: dict[str, Any] = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "temperature": 0.5,
+    }
     found, wanted = (generated(model, loop, **asked, do_sample=True) for loop in (True, False))
     assert type(found) is type(wanted)
     assert torch.equal(found.sequences, wanted.sequences)
@@ -108,6 +134,40 @@ def test_a_compiled_step_serves_fp8_weights_and_prompts_of_every_length() -> Non
     assert kept() is None
 
 
+def test_a_step_of_more_variants_than_pytorch_keeps() -> None:
+    """An adapter of PEFT is a variant, too."""
+    model = made("llama")
+    config = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3}
+    torch._dynamo.reset()
+    for scale in range(1, 11):
+        for layer in model.model.layers:
+            layer.self_attn.scaling = scale / 8
+        wanted = generated(model, False, **asked)
+        found = generated(model, True, **asked, compile_config=config, disable_compile=False)
+        assert torch.equal(found, wanted)
+
+
+def test_a_hook_after_the_step_was_compiled() -> None:
+    model = made("llama")
+    config = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    for _ in range(2):
+        found = generated(model, True, compile_config=config, disable_compile=False, do_sample=False)
+        assert torch.equal(found, generated(model, False, do_sample=False))
+        model.lm_head.register_forward_hook(lambda module, inputs, output: -output)
+
+
+def test_a_step_of_more_than_one_graph() -> None:
+    """Dynamic NTK reads positions in Python; a loop over experts reads which of them are chosen."""
+    model = made("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    experts = made("mixtral")
+    experts.set_experts_implementation("eager")
+    for each in (model, experts):
+        with pytest.raises(ValueError, match=r"more than one graph for torch\.compile; pass disable_compile=True"):
+            generated(each, True, disable_compile=False)
+    assert torch.equal(generated(model, True, do_sample=False), generated(model, False, do_sample=False))
+
+
 class Event:
     """An event of a GPU that reaches one more step at each query."""
 
@@ -127,16 +187,40 @@ class Event:
         Event.reached = max(Event.reached, self.number)
 
 
+class Generator:
+    """A generator of random numbers of a GPU."""
+
+    offset = 0
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("lag", "last"), [(0, 3), (2, 3), (9, 3), (3, 8), (9, None)])
-def test_the_end_is_found_late_and_counted_right(lag: int, last: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`lag`: steps that the GPU is behind. The second sequence ends one step before the first one."""
+def test_the_end_is_found_late_and_counted_right(
+    lag: int, last: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lag`: steps that the GPU is behind. The second sequence ends one step before the first one.
+
+    Ranks that compute a step together enqueue equally many, however far each one's GPU is. What later steps drew from
+    the generator of random numbers is given back.
+    """
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     Event.reached, Event.made = -lag, 0
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Event())
     end = decoding._End(torch.zeros(2, 1, dtype=torch.long), ahead=4)
     end.waits, end._flags = False, [torch.empty((), dtype=torch.bool) for _ in range(5)]
+    end._generator = generator = Generator()
     for step in range(1, 13):
         done = torch.tensor([step == last, step + 1 == last])
+        generator.offset += 4
+        end.drew()
         chosen = end.padded(torch.tensor([7, 7]), torch.tensor(1))
         over = last is not None and step > last
         assert chosen.tolist() == [1 if over else 7, 1 if last is not None and step >= last else 7]
@@ -144,7 +228,70 @@ def test_the_end_is_found_late_and_counted_right(lag: int, last: int | None, mon
             break
     assert end.steps() == (last or 12)
     assert step <= (last or 12) + 4
-    assert step == 12 or lag or step == last
+    assert step == 12 or lag or step == last or ranks > 1
+    if ranks > 1:
+        assert step == min(12, (last or 12) + 4)
+    assert generator.offset == 4 * (last or 12)
+
+
+class Stream:
+    """A stream of a GPU."""
+
+    device = "cuda:0"
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+class Graph:
+    """A CUDA graph, whose capture runs the step."""
+
+    ended = 0
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        assert not gc.isenabled()
+
+    def capture_end(self) -> None:
+        self.ended += 1
+
+
+def captured(step: Callable[..., Any], x: Tensor, patch: pytest.MonkeyPatch) -> Any:
+    graph, current = Graph(), Stream()
+    for name, value in {
+        "CUDAGraph": lambda: graph, "Stream": lambda _: Stream(), "stream": lambda _: contextlib.nullcontext(),
+        "current_stream": lambda _: current,
+    }.items():  # fmt: skip
+        patch.setattr(torch.cuda, name, value)
+    steps = object.__new__(decoding._Steps)
+    steps.token, steps.inputs, steps.step = x, (x,), step  # type: ignore[assignment]
+    try:
+        steps._capture()
+    finally:
+        assert graph.ended == 1
+        assert gc.isenabled()
+        assert not decoding._CAPTURING.locked()
+    return steps.logits
+
+
+def test_other_threads_compile_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = torch.compile(lambda x: x + 1, backend="eager")
+    other = torch.compile(lambda x: x + 2, backend="eager")
+    with ThreadPoolExecutor(1) as thread:
+
+        def both(x: Tensor) -> Any:
+            return step(x), thread.submit(other, x).result()
+
+        step(torch.zeros(2))
+        assert torch.equal(
+            torch.stack(captured(both, torch.zeros(2), monkeypatch)), torch.tensor([[1.0], [2.0]]).expand(2, 2)
+        )
+
+
+def test_a_captured_step_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = torch.compile(lambda x: x + 1, backend="eager")
+    step(torch.zeros(2))
+    with pytest.raises(torch._dynamo.exc.RecompileError):
+        captured(step, torch.zeros(2, dtype=torch.long), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +310,23 @@ def test_what_it_refuses(asked: dict[str, Any], message: str) -> None:
         generated(made("llama"), True, **asked)
 
 
+def test_models_that_leave_the_cache_are_refused() -> None:
+    """Phi-3's rotary embedding changes after 16 tokens: `generate` then computes all keys and values again."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"long_factor": [1.0 + i for i in range(16)], "short_factor": [1.0] * 16}
+    model = made("phi3", rope_parameters=rope, original_max_position_embeddings=16, pad_token_id=0)
+    assert torch.equal(generated(model, True, max_new_tokens=8), generated(model, False, max_new_tokens=8))
+    for prompt, new in ((PROMPT, 9), (torch.arange(3, 37).view(2, 17), 1)):
+        with pytest.raises(ValueError, match="the model computes its cache again after 16 tokens; ask for fewer"):
+            generated(model, True, prompt, max_new_tokens=new)
+    config = transformers.OpenAIGPTConfig(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match="the model leaves the cache aside; it serves decoders that write"):
+        generated(transformers.OpenAIGPTLMHeadModel(config).eval(), True)
+    config = transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    with pytest.raises(ValueError, match="the model has an encoder; it serves decoders alone"):
+        generated(transformers.T5ForConditionalGeneration(config).eval(), True, decoder_start_token_id=0)
+
+
 def test_other_models_and_caches_are_refused() -> None:
     with pytest.raises(ValueError, match="the cache has a StaticSlidingWindowLayer"):  # it counts in Python
         generated(made("gemma2"), True)
@@ -172,6 +336,13 @@ def test_other_models_and_caches_are_refused() -> None:
     assert int(cache.get_seq_length()) == first.shape[1] - 1
     with pytest.raises(ValueError, match="the cache holds 20 tokens; pass an empty one"):
         generated(model, True, past_key_values=cache, cache_implementation=None)
+    cache = type("Counting", (transformers.StaticCache,), {})(config=model.config, max_cache_len=40)
+    with pytest.raises(ValueError, match="the cache is a Counting; it takes transformers' own StaticCache"):
+        generated(model, True, past_key_values=cache, cache_implementation=None)
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(ValueError, match=re.escape("the model is on devices ['0', '1']; pass disable_compile=True")):
+        generated(model, True, disable_compile=False)
+    assert torch.equal(generated(model, True), generated(model, False))
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="the model's attention is 'flex_attention'; it takes 'sdpa' and 'eager'"):
         generated(model, True)
@@ -197,3 +368,23 @@ def test_tokens_on_a_gpu(fp8: bool) -> None:
         if not fp8:
             assert torch.equal(found, wanted.sequences)
     assert decoding._STEPS[model][2][0]["backend"] == "fp8fn"
+
+
+@pytest.mark.gpu
+def test_a_prompt_on_the_cpu() -> None:
+    """`generate` chooses tokens where the prompt is, and so does the loop."""
+    model = made("llama").cuda()
+    for asked in ("padded", "ending", "sampled"):
+        assert torch.equal(generated(model, True, **ASKED[asked]), generated(model, False, **ASKED[asked]))
+
+
+@pytest.mark.gpu
+def test_numbers_after_sampling_on_a_gpu() -> None:
+    """A program draws the same random numbers after a call whose end was found late."""
+    model = made("llama").cuda()
+    asked: dict[str, Any] = {"do_sample": True, "eos_token_id": EVERY_THIRD, "max_new_tokens": 40}
+    following = []
+    for loop in (False, True):
+        generated(model, loop, PROMPT.cuda(), **asked, disable_compile=not loop)
+        following.append(torch.rand(4, device="cuda"))
+    assert torch.equal(*following)

@@ -1,0 +1,15 @@
+"""What decides about compiling a function again, and the errors of it. Importing Dynamo takes a second."""
+
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+from fp8fn.ops.torch_private import look_for, needed_by
+
+with needed_by("fp8fn.decoding_loop"):
+    import torch._dynamo.config as settings
+    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+
+    look_for(settings, "error_on_recompile")
+    look_for(settings, "skip_nnmodule_hook_guards")
