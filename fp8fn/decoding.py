@@ -244,6 +244,8 @@ class _Choice:
 
     def of(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """The next tokens `(B,)`; the memory of `logits` may be written by the next step."""
+        if not (self.processor or self.config.do_sample or self.config.return_dict_in_generate):
+            return logits.argmax(-1).to(tokens.device)
         logits = logits.to(tokens.device, torch.float32, copy=True)
         scores: Tensor = self.processor(tokens, logits)
         if self.scores is not None:
