@@ -98,7 +98,8 @@ def _decoded(
         if place > first:
             logits = steps.after(tokens[:, place - 1 : place])
         chosen = choice.of(logits, tokens[:, :place])
-        end.drew()
+        if config.do_sample:
+            end.drew()
         tokens[:, place] = end.padded(chosen, pad)
         if end.reached(stopping_criteria(tokens[:, : place + 1], choice.scores)):
             break
@@ -250,7 +251,7 @@ class _End:
         count = self._enqueued if self._last is None else self._last
         if not self.waits:
             torch.cuda.current_stream(self.unfinished.device).synchronize()
-        if self._generator is not None and count < self._enqueued:
+        if self._offsets and count < self._enqueued:
             self._generator.set_offset(self._offsets[count - 1])
         return count
 
