@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8fn.ops.kinds import kind_of
+
 _MODES: Final = ("greedy_search", "sample")
 _ATTENTION: Final = ("sdpa", "eager")
 _INPUTS: Final = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
@@ -287,9 +289,9 @@ def _check(model: Any, config: Any, given: Mapping[str, Any]) -> None:
     for layer in layers or (cache,):
         # A layer of a sliding window, for one, counts its tokens in Python: each step would be compiled again.
         if type(layer) is not caches.StaticLayer or not isinstance(getattr(layer, "cumulative_length", None), Tensor):
-            _refuse(f"the cache has a {type(layer).__name__}", "it takes transformers 5's StaticLayers")
+            _refuse(f"the cache has {kind_of(layer)}", "it takes transformers 5's StaticLayers")
     if type(cache) not in (caches.Cache, caches.StaticCache):
-        _refuse(f"the cache is a {type(cache).__name__}", "it takes transformers' own StaticCache")
+        _refuse(f"the cache is {kind_of(cache)}", "it takes transformers' own StaticCache")
     if getattr(cache, "offloading", False):
         _refuse("the cache is offloaded to the CPU", 'pass cache_implementation="static"')
     if held := int(cache.get_seq_length()):
