@@ -34,6 +34,7 @@ from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, no_config, takes
 from fp8fn.ops.layout import Block, matrix_strides
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.quantize_fused import check_gate_and_up
 from fp8fn.ops.scaled_mm import Parts, check_operand, empty_output
 from fp8fn.ops.targets import Target
 
@@ -269,16 +270,16 @@ MM_A16W8_INVARIANT: Final = Dispatch(
 def check_silu_mul_mm_a16w8(gate: Tensor, up: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int]) -> Block:
     """The block as a tuple, or the error that says which argument is wrong and what would work."""
     name = "silu_mul_mm_a16w8"
-    for operand, tensor, matrix in (("gate", gate, "M, K"), ("w", w, "K, N")):
-        if tensor.ndim != 2:
-            raise ValueError(f"{name}: {operand} has shape {tuple(tensor.shape)}; it must be ({matrix})")
-    if up.shape != gate.shape:
-        raise ValueError(f"{name}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}; they must be equal")
-    if up.dtype != gate.dtype:
-        raise TypeError(f"{name}: gate has dtype {gate.dtype} and up {up.dtype}; up.to({gate.dtype}) for one")
-    if up.device != gate.device:
-        raise ValueError(f"{name}: gate is on {gate.device} and up on {up.device}; move them to one device")
+    _check_matrices(name, gate=gate, w=w)
+    check_gate_and_up(name, gate, up)
     return check_weight_operands(name, gate, (w, w_scale, w_block), None, None)
+
+
+def _check_matrices(name: str, **operands: Tensor) -> None:
+    """Raises an error where one of two operands, rows and a weight, is no matrix."""
+    for (operand, tensor), sizes in zip(operands.items(), ("M, K", "K, N"), strict=True):
+        if tensor.ndim != 2:
+            raise ValueError(f"{name}: {operand} has shape {tuple(tensor.shape)}; it must be ({sizes})")
 
 
 def silu_mul_mm_a16w8_reference(
@@ -348,9 +349,7 @@ def check_mm_a16w8_silu_mul(
 ) -> Block:
     """The block as a tuple, or the error that says which argument is wrong and what would work."""
     name = "mm_a16w8_silu_mul"
-    for operand, tensor, matrix in (("x", x, "M, K"), ("w", w, "K, N")):
-        if tensor.ndim != 2:
-            raise ValueError(f"{name}: {operand} has shape {tuple(tensor.shape)}; it must be ({matrix})")
+    _check_matrices(name, x=x, w=w)
     block = check_weight_operands(name, x, (w, w_scale, w_block), None, None)
     if w_up.shape != w.shape:
         raise ValueError(f"{name}: w has shape {tuple(w.shape)} and w_up {tuple(w_up.shape)}; they must be equal")

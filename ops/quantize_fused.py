@@ -52,13 +52,18 @@ def check_silu_mul(
 ) -> tuple[Block, torch.dtype]:
     """The block and the element type, or the error that says which argument is wrong and what would work."""
     pair = check_quantize(gate, block, dtype, scale, name, "gate")
+    check_gate_and_up(name, gate, up)
+    return pair
+
+
+def check_gate_and_up(name: str, gate: Tensor, up: Tensor) -> None:
+    """Raises the error of the op `name` where `up` is unlike `gate`."""
     if up.shape != gate.shape:
         raise ValueError(f"{name}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}; they must be equal")
     if up.dtype != gate.dtype:
         raise TypeError(f"{name}: gate has dtype {gate.dtype} and up {up.dtype}; up.to({gate.dtype}) for one")
     if up.device != gate.device:
         raise ValueError(f"{name}: gate is on {gate.device} and up on {up.device}; move them to one device")
-    return pair
 
 
 def check_rms_norm(

@@ -12,10 +12,11 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, tensor_of
-from fp8fn.lowering.graph.views import Size, as_matrix, aten, equal, same_sizes
+from fp8fn.lowering.graph.views import Size, as_matrix, aten, equal, same_sizes, sized
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.limits import TMA_ALIGNMENT
-from fp8fn.ops.layout import Block, swap
+from fp8fn.ops.layout import Block, known_block, swap
+from fp8fn.ops.operand import Quantized
 
 RESHAPES: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SINGLE: Final = torch.ops.fp8fn.quantize.default
@@ -131,6 +132,12 @@ def begins_aligned(node: Node) -> bool:
     """Whether a kernel may load 16 bytes from the first element on; memory itself begins at such a multiple."""
     begin = tensor_of(node).storage_offset()
     return isinstance(begin, int) and begin * tensor_of(node).itemsize % TMA_ALIGNMENT == 0
+
+
+def weight_of(given: dict[str, Any]) -> Quantized | None:
+    """The weight of a product with these arguments, on `meta`; None if a size is not known."""
+    data, scale, block = sized(tensor_of(given["w"])), sized(tensor_of(given["w_scale"])), known_block(given["w_block"])
+    return None if data is None or scale is None or block is None else Quantized(data, scale, block)
 
 
 def readers(node: Node) -> Iterator[Node]:

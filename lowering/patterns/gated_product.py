@@ -16,15 +16,13 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call, replace
 from fp8fn.lowering.graph.nodes import arguments_of, source_of, tensor_of
-from fp8fn.lowering.graph.quantizers import begins_aligned, reshaped_of
+from fp8fn.lowering.graph.quantizers import begins_aligned, reshaped_of, weight_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten, same_sizes, sized
 from fp8fn.lowering.patterns.producers import SiluMul, find_silu_mul, unread_beside
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.layout import known_block
 from fp8fn.ops.mm_a16w8 import FEWEST_GATED_ROWS, serves_gated_product
-from fp8fn.ops.operand import Quantized
 
 NAME: Final = "gated_product"
 _PRODUCT: Final = torch.ops.fp8fn.mm_a16w8.default
@@ -98,19 +96,13 @@ def _why_no_kernel(gate: dict[str, Any], up: dict[str, Any]) -> str | None:
     target = targets.target_of(tensor_of(gate["x"]).device)
     if target.backend == "cpu":
         return None
-    x, of_gate, of_up = sized(tensor_of(gate["x"])), _quantized(gate), _quantized(up)
+    x, of_gate, of_up = sized(tensor_of(gate["x"])), weight_of(gate), weight_of(up)
     if x is None or of_gate is None or of_up is None:
         return "a size is not known"
     if not all(begins_aligned(node) for node in (gate["x"], gate["w"], up["w"])):
         return "x or a weight does not begin at a multiple of 16 bytes"
     reason = serves_gated_product(x, of_gate, of_up, target) or nvrtc.unavailable()
     return None if reason is None else f"no kernel for it: {reason}"
-
-
-def _quantized(given: dict[str, Any]) -> Quantized | None:
-    """The weight of a product on `meta`; None if a size is not known."""
-    data, scale, block = sized(tensor_of(given["w"])), sized(tensor_of(given["w_scale"])), known_block(given["w_block"])
-    return None if data is None or scale is None or block is None else Quantized(data, scale, block)
 
 
 def _gone(rows: Node) -> set[Node]:

@@ -17,15 +17,13 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call, replace
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, tensor_of
-from fp8fn.lowering.graph.quantizers import RESHAPES, begins_aligned, computed, like, reshaped_of
+from fp8fn.lowering.graph.quantizers import RESHAPES, begins_aligned, computed, like, reshaped_of, weight_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import sized
 from fp8fn.lowering.patterns.producers import SiluMul, find_silu_mul, unread_beside
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.layout import known_block
 from fp8fn.ops.mm_a16w8 import MOST_GATED_ROWS, serves_gated
-from fp8fn.ops.operand import Quantized
 
 NAME: Final = "gated_rows"
 _PRODUCT: Final = torch.ops.fp8fn.mm_a16w8.default
@@ -70,13 +68,12 @@ def _why_not(node: Node, given: dict[str, Any], found: SiluMul) -> str | None:
     if target.backend == "cpu":
         return None
     gate, up = (sized(part.meta["val"], x.shape) for part in found.inputs)
-    weight, scale, block = sized(w), sized(tensor_of(given["w_scale"])), known_block(given["w_block"])
-    if gate is None or up is None or weight is None or scale is None or block is None:
+    weight = weight_of(given)
+    if gate is None or up is None or weight is None:
         return "a size is not known"
     if not all(map(begins_aligned, found.inputs)):
         return "gate or up does not begin at a multiple of 16 bytes"
-    weight_parts = Quantized(weight, scale, block)
-    reason = serves_gated(gate, up, weight_parts, target, constant=given["constant"]) or nvrtc.unavailable()
+    reason = serves_gated(gate, up, weight, target, constant=given["constant"]) or nvrtc.unavailable()
     return None if reason is None else f"no kernel for it: {reason}"
 
 
