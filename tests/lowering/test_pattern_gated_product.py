@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 
 import fp8fn
 from fp8fn.lowering import post_grad_pass
-from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import gated_product, gated_rows
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.targets import SM90
 from support.accuracy import snr
+from support.post_grad import substituted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OP = "fp8fn.mm_a16w8_silu_mul.default"
@@ -120,12 +121,7 @@ def model(kind: Callable[..., MLP] = MLP, **options: Any) -> MLP:
     return kind(**options)
 
 
-def run(mlp: Callable[..., Any], x: Tensor, **options: Any) -> tuple[Any, list[Substitution]]:
-    torch._dynamo.reset()
-    patch = torch._inductor.config.patch(fx_graph_cache=False)
-    with torch.no_grad(), patch, post_grad_pass.recorded() as reports:
-        found = torch.compile(mlp, backend="fp8fn", fullgraph=True, **options)(x)
-    return found, [report for report in reports if report.pattern == gated_product.NAME]
+run = partial(substituted, pattern=gated_product.NAME)
 
 
 def rounded(mlp: MLP, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 import fp8fn
 from fp8fn.lowering import post_grad_pass
-from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import gated_rows
 from fp8fn.ops import mm_a16w8, reference
 from fp8fn.ops.cuda.runtime import nvrtc
@@ -21,6 +21,7 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import GFX942, SM90
 from support.accuracy import snr
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
+from support.post_grad import substituted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH, HIDDEN = 256, 384
@@ -120,12 +121,7 @@ def model(kind: Callable[..., nn.Module] = MLP, **options: Any) -> nn.Module:
     return kind(**options)
 
 
-def run(mlp: Callable[..., Any], x: Tensor, **options: Any) -> tuple[Any, list[Substitution]]:
-    torch._dynamo.reset()
-    patch = torch._inductor.config.patch(fx_graph_cache=False)
-    with torch.no_grad(), patch, post_grad_pass.recorded() as reports:
-        found = torch.compile(mlp, backend="fp8fn", fullgraph=True, **options)(x)
-    return found, [report for report in reports if report.pattern == gated_rows.NAME]
+run = partial(substituted, pattern=gated_rows.NAME)
 
 
 @pytest.mark.parametrize("one", [False, True])
