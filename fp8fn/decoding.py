@@ -132,8 +132,8 @@ def model_step(model: Any, token: Tensor, cache: Any, mask: Tensor | None, posit
 def _compiled(model: Any, batch: int, how: Mapping[str, Any]) -> Step:
     """`model_step`, compiled once for a model, a number of sequences and a configuration.
 
-    Each is a function of its own, because torch.compile gives up on one that it has compiled eight times. What it finds
-    to change between calls is the length of the cache.
+    Each is a function of its own, because torch.compile gives up on one that it has compiled eight times. Between calls
+    the length of the cache changes, for which it is compiled once more.
     """
     steps = _STEPS.setdefault(model, {})
     if batch not in steps or steps[batch][0] != how:
@@ -151,7 +151,7 @@ class _Steps:
 
     def __init__(self, model: Any, config: Any, tokens: Tensor, given: Mapping[str, Any]) -> None:
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        if mask is not None:  # what is later than a step's position is hidden anyway
+        if mask is not None:  # a step's position hides all that is later
             mask = F.pad(mask, (0, given["past_key_values"].layers[0].max_cache_len - mask.shape[1]), value=1)
         self.token = torch.empty_like(tokens[:, :1])
         self.positions = None if positions is None else positions[..., -1:].clone()
@@ -248,11 +248,9 @@ class _End:
         return self._read(len(self._flags) - 1)
 
     def steps(self) -> int:
-        """The number of steps whose tokens count; later ones have ended, and give back the numbers that they drew."""
+        """The number of steps whose tokens count; later ones give back the random numbers that they drew."""
         self._read(0)
         count = self._enqueued if self._last is None else self._last
-        if not self.waits:
-            torch.cuda.current_stream(self.unfinished.device).synchronize()
         if self._offsets and count < self._enqueued:
             self._generator.set_offset(self._offsets[count - 1])
         return count

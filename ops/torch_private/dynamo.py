@@ -1,4 +1,4 @@
-"""What decides about compiling a function again, and the errors of it. Importing Dynamo takes a second."""
+"""Dynamo's settings, and its errors when it compiles a function again. Importing it takes a second."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401

@@ -214,7 +214,6 @@ def test_the_end_is_found_late_and_counted_right(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     Event.reached, Event.made = -lag, 0
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Event())
     end = decoding._End(torch.zeros(2, 1, dtype=torch.long), ahead=4)
     end.waits, end._flags = False, [torch.empty((), dtype=torch.bool) for _ in range(5)]
     end._generator = generator = Generator()

@@ -465,7 +465,7 @@ def test_every_gate_on_a_gpu(dtype: torch.dtype, hopper: Target) -> None:
     torch.cuda.synchronize()
     plan(weight_product(gate, one, found, up=torch.ones_like(gate))).run()
     wanted = torch.nn.functional.silu(gate.double()).to(dtype).double()
-    # What is 2 ** 14 times smaller than the largest of its 128 loses bits, and the smallest values are flushed to 0.
+    # Values 2 ** 14 times smaller than the largest of their 128 lose bits, and the smallest are flushed to 0.
     largest = wanted.abs().unflatten(1, (-1, 128)).amax(-1).repeat_interleave(128, 1)
     lost = largest * 2.0**-20 + torch.finfo(dtype).tiny * 2**10
     assert ((found - wanted).abs() <= wanted.abs() * torch.finfo(dtype).eps + lost).all()
