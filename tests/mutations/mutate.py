@@ -94,7 +94,7 @@ def read_mutations(path: Path = MUTATIONS) -> list[Mutation]:
 
 
 def copy_checkout(root: Path, to: Path) -> None:
-    """Copies what git tracks, and what it does not ignore; links stay links."""
+    """Copies what git tracks, what it does not ignore, and the entry point of the backend; links stay links."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, capture_output=True, check=True).stdout.decode().split("\0")
     for name in filter(None, names):
@@ -103,6 +103,8 @@ def copy_checkout(root: Path, to: Path) -> None:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
+    for folder in root.glob("*.egg-info"):
+        shutil.copytree(folder, to / folder.name)
 
 
 def run_mutation(mutation: Mutation | None, tests: Sequence[str], root: Path, timeout: float) -> Result:
