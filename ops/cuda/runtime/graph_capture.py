@@ -56,7 +56,7 @@ def capturing() -> bool:
 def readable(*tensors: Tensor) -> bool:
     """Whether the launch that is captured next may read tensors of its device before it waits for those before it."""
     window = ahead(tensors[0].device) if capturing() else None
-    if window is None or any(_meet(span(x), written) for x in tensors for written in window):
+    if window is None or any(_meet(read, written) for read in map(span, tensors) for written in window):
         return False
     _log.debug("captured: the next launch reads its weight early; what may still run does not write it")
     return True
