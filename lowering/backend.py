@@ -46,9 +46,9 @@ def fp8fn(
     bits first. By default one op computes and quantizes `silu(gate) * up` and `rms_norm(x) * weight`, on devices that
     have its kernel (Hopper), and Inductor's generated kernels quantize any other elementwise result in `(1, 128)`
     blocks. True lets Inductor quantize in `(1, 32)` and in whole rows as well. Inductor never quantizes columns, or
-    both orientations at once, as training needs them. Likewise on Hopper, a product by an FP8 weight computes the
-    `silu(gate) * up` of up to 8 rows that it reads, and at inference one launch computes that of many rows with both
-    products. False disables all of these.
+    both orientations at once, as training needs them. Likewise on Hopper, one launch computes the products of up to 16
+    rows by two or three FP8 weights, a product by an FP8 weight computes the `silu(gate) * up` of up to 8 rows that it
+    reads, and at inference one launch computes that of many rows with both products. False disables all of these.
 
     The option `save` overrides the recipe's `save`: what the forward keeps for the backward. `"exact"`, the default,
     keeps no FP8 form of a weight, keys and values of grouped-query attention before they are repeated, and no second

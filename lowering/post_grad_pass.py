@@ -21,6 +21,7 @@ from fp8fn.lowering.patterns import (
     inlined,
     producers,
     saved_silu_mul,
+    sibling_products,
     silu_mul_backward,
 )
 from fp8fn.ops.layout import Block
@@ -32,19 +33,21 @@ _listeners: Final[list[list[Substitution]]] = []
 
 
 def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution]:
-    """Fuses in place; reports each quantizer whose producer a pattern knows, and `silu(gate) * up` beside products."""
+    """Fuses in place; reports each quantizer whose producer a pattern knows, and products with what is beside them."""
     substitutions = chain(
         producers.substitute(graph), saved_silu_mul.substitute(graph), silu_mul_backward.substitute(graph),
         grouped_silu_mul_backward.substitute(graph), inlined.substitute(graph, blocks), given_amax.substitute(graph),
     )  # fmt: skip
-    return [*_reported(graph, "quantized", substitutions), *_gated(graph)]
+    return [*_reported(graph, "quantized", substitutions), *_products(graph)]
 
 
-def _gated(graph: Graph) -> list[Substitution]:
+def _products(graph: Graph) -> list[Substitution]:
     def sizes(found: Substitution) -> str:
         return "(M,N,K)=({},{},{})".format(*found.shape)
 
-    substitutions = chain(gated_product.substitute(graph), gated_rows.substitute(graph))
+    substitutions = chain(
+        gated_product.substitute(graph), gated_rows.substitute(graph), sibling_products.substitute(graph)
+    )
     return joint_pass.reported(graph, substitutions, sizes, _listeners)
 
 

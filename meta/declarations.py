@@ -28,6 +28,7 @@ from fp8fn.ops import (
     quantize_silu_mul,
     scaled_grouped_mm,
     scaled_mm,
+    sibling_products,
 )
 
 _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable, or detach its input"
@@ -91,14 +92,20 @@ for _schema, _composite, _vmap in (
     (expert_mlp_op.EXPERT_MLP_SCHEMA, autograd_expert_mlp.expert_mlp, vmap.each("expert_mlp")),
 ):
     declare(Op(schema=_schema, composite=_composite, vmap=_vmap))
-# Its list of results fits neither `Op` nor the cache of fake results.
+# Their lists of results fit neither `Op` nor the cache of fake results.
 _GATHER = _of_passes(
     gather_scaled_mm.GATHER_SCALED_MM_SCHEMA,
     gather_scaled_mm.gather_scaled_mm_reference,
     gather_scaled_mm.gather_scaled_mm_kernel,
     gather_scaled_mm.gather_scaled_mm_fake,
 )
+_SIBLINGS = _of_passes(
+    sibling_products.MM_A16W8_SIBLINGS_SCHEMA,
+    sibling_products.mm_a16w8_siblings_reference,
+    sibling_products.mm_a16w8_siblings_kernel,
+    sibling_products.mm_a16w8_siblings_fake,
+)
 # It has a side effect and no result, so that no graph may leave it out.
 _MONITOR = _of_passes(monitor.MONITOR_SCHEMA, monitor.monitor, monitor.monitor, lambda *_: None)
 torch.fx.node.has_side_effect(torch.ops.fp8fn.monitor.default)
-register_shardings([*OPS, _GATHER, _MONITOR])
+register_shardings([*OPS, _GATHER, _SIBLINGS, _MONITOR])

@@ -282,3 +282,6 @@ def scaled_grouped_mm(arguments: Mapping[str, Any]) -> Rule:
 COMPOSED: Final = Composed()
 monitor: Final = Refusal("its counts are those of one process; give it x.to_local()")
 gather_scaled_mm: Final = Refusal("it gathers what ranks hold itself; give it x.to_local()")
+mm_a16w8_siblings: Final = Refusal(
+    "only passes over compiled graphs call it, whose tensors are local; give it x.to_local()"
+)

@@ -15,6 +15,8 @@ from fp8fn.ops.targets import Chip, Target
 # is chosen by, unless the caller says how many rows to expect. It was not measured: DeepGEMM's own shapes have 4 to 205
 # times the room.
 ROOM_FOR_A_ROW: Final = 16
+# Names of the outputs of products by the second and third weight of one `x`.
+OUTS_BESIDE: Final = ("out_second", "out_third")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -91,6 +93,7 @@ class WeightProduct(_Product):
     nothing that may still run writes `w`. With `offsets (E,)` the product is one of groups of rows of `x` beside `w (E,
     K, N)` and `bias (E, N)`. With `up (M, K)` the rows are `silu(x) * up`, rounded to the type of `x`. With `w_up`,
     whose scales lie as those of `w`, `out` is `silu(x @ w) * (x @ w_up)`, each product rounded to the type of `out`.
+    `beside` holds further weights, each with the output of its product by `x`.
     """
 
     x: Tensor
@@ -99,10 +102,16 @@ class WeightProduct(_Product):
     constant: bool = False
     up: Tensor | None = None
     w_up: Quantized | None = None
+    beside: tuple[tuple[Quantized, Tensor], ...] = ()
 
     @property
     def k(self) -> int:
         return self.x.shape[-1]
+
+    @property
+    def outputs(self) -> Outputs:
+        outs = {"out": self.out, **dict(zip(OUTS_BESIDE, (out for _, out in self.beside), strict=False))}
+        return Outputs(outs, len(outs))
 
     def as_matrix(self) -> WeightProduct:
         """The same product; a batch of `x` whose rows follow one another, by one weight, is one matrix."""

@@ -63,6 +63,10 @@ _OPTIONS = (
 # a kernel spends most of its time, are compiled once.
 _KERNEL_OPTIONS = ("-O0", "-shared")
 _RUNTIME_OPTIONS = ("-O2", "-c")
+# Parameters that a kernel has from some value of a macro on, the last ones first.
+_MORE_PARAMETERS = (
+    ("UP_PARAMETERS", "PAIRS", 1), ("THIRD_WEIGHT", "BESIDE", 2), ("SECOND_WEIGHT", "BESIDE", 1),
+)  # fmt: skip
 
 
 @cache
@@ -75,9 +79,10 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
         blocks = re.search(r"#define BLOCK_PARAMETERS (, .*)", source)
         given = blocks[1] if blocks and dict(kernel.macros)["A_SCALE"] == "BLOCK" else ""
         source = re.sub(r" BLOCK_PARAMETERS(?=[,)])", given, source)
-    if (up := re.search(r"#define UP_PARAMETERS (, .*)", source)) is not None:
-        given = up[1] if dict(kernel.macros)["PAIRS"] else ""
-        source = re.sub(r" UP_PARAMETERS(?=[,)])", given, source)
+    for name, macro, least in _MORE_PARAMETERS:
+        if (more := re.search(rf"#define {name} (, .*)", source)) is not None:
+            given = more[1] if int(dict(kernel.macros)[macro]) >= least else ""
+            source = re.sub(rf" {name}(?=[,)])", given, source)
     found = re.search(rf'extern "C" __global__ void[^{{]*?\b{kernel.entry}\(([^)]*)\)\s*\{{', source)
     assert found is not None, kernel
     types = [re.sub(r"\w+$", "", parameter.strip()) for parameter in found[1].split(",")]

@@ -250,6 +250,25 @@ def _gated_rows_by_weight(m: int, n: int, k: int, place: Place, dtype: torch.dty
     return operands, WeightProduct(x=gate, up=up, w=w, out=out, target=SM90)
 
 
+def _sibling_products(
+    m: int, widths: tuple[int, ...], k: int, place: Place, dtype: torch.dtype
+) -> tuple[Operands, WeightProduct]:
+    """Products of one `x` by weights of `widths` columns, whose scales lie as those of `nn.Linear`."""
+    operands = Operands(place)
+    x = operands.input("x", (m, k), dtype)
+    names = [("w", "out"), *((f"w_{each}", f"out_{each}") for each in ("second", "third"))][: len(widths)]
+    weights = [
+        operands.quantized(name, (k, n), (128, 128), column_major=True)
+        for (name, _), n in zip(names, widths, strict=True)
+    ]
+    outs = [operands.output(name, (m, n), dtype) for (_, name), n in zip(names, widths, strict=True)]
+    operands.expected = lambda: {
+        name: kernel_info.product(x, dequantized(w)) for (_, name), w in zip(names, weights, strict=True)
+    }
+    beside = tuple(zip(weights[1:], outs[1:], strict=True))
+    return operands, WeightProduct(x=x, w=weights[0], out=outs[0], beside=beside, target=SM90)
+
+
 def _gated_product(
     m: int, n: int, k: int, block: Block, place: Place, target: Target, dtype: torch.dtype
 ) -> tuple[Operands, WeightProduct]:
@@ -298,6 +317,10 @@ def _a16w8_tiles(place: Place, target: Target) -> Forms:
         operands, given = _gated_rows_by_weight(min(config.ROWS, 8), 200, 2 * config.CLUSTER * BK + 16, place, dtype)
         launches = a16w8_tiles.plan(replace(given, constant=constant, target=target), config)
         yield Form(f"gated{' constant' * constant} {config}", launches, operands)
+        widths = (130, 3, 200) if constant else (70, 130)
+        operands, given = _sibling_products(config.ROWS, widths, 2 * config.CLUSTER * BK + 16, place, dtype)
+        launches = a16w8_tiles.plan(replace(given, constant=constant, target=target), config)
+        yield Form(f"siblings{' constant' * constant} {config}", launches, operands)
     for (constant, m), divisions in a16w8_tiles.divisions().items():
         if not constant:
             continue
@@ -726,6 +749,7 @@ _WEIGHT_NAN: Final = ("x", "w", "w_scale", "bias")
 _WEIGHT_FAR: Final = (("x", -2), ("w", -1), ("w_scale", -1), ("bias", -1))
 # A constant weight is read early, and its scales.
 _WEIGHT_EARLY: Final = frozenset({"w", "w_scale"})
+_BESIDE: Final = ("w_second", "w_second_scale", "w_third", "w_third_scale")
 _MX_NAN: Final = ("a", "a_scale", "b", "b_scale")
 
 CUDA: Final = (
@@ -743,9 +767,12 @@ CUDA: Final = (
     ),
     KernelInfo(
         # x is multiplied in FP8 parts: on an H100 one of 1600 sums is off by more than 2**-12.
-        "a16w8_tiles.cu", _a16w8_tiles, 1e-5, 2.0**-11, overlaps=True, early=_WEIGHT_EARLY,
-        emulated=("M1 8x64", "M8 constant", "M16 K", "gated 8x64", "gated constant"),
-        nan=(*_WEIGHT_NAN, "gate", "up"), far=(*_WEIGHT_FAR, ("gate", -2), ("up", -2)),
+        "a16w8_tiles.cu", _a16w8_tiles, 1e-5, 2.0**-11, overlaps=True, early=_WEIGHT_EARLY | {*_BESIDE},
+        emulated=(
+            "M1 8x64", "M8 constant", "M16 K", "gated 8x64", "gated constant", "siblings 8x64", "siblings constant",
+        ),
+        nan=(*_WEIGHT_NAN, "gate", "up", *_BESIDE),
+        far=(*_WEIGHT_FAR, ("gate", -2), ("up", -2), ("w_second", -1), ("w_third", -1)),
     ),
     KernelInfo(
         "mm_a16w8.cu", _mm_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,

@@ -21,16 +21,18 @@
 // GATED: the rows are silu(x) * up, computed in float32 and rounded to the type of x when they are split. Each block
 // computes those of its part of K.
 //
+// BESIDE: further blocks multiply the same x by further weights, each into its own output.
+//
 // Shared memory: w (STAGES, BN, BK), the cluster's sums, the mbarriers, x (count, PARTS * ROWS, BK), scales of x and of
 // w.
 //
 // Macros: INPUT (BF16, FP16), OUT and BIAS of the enum Element; B_FP8 of the enum Fp8, the type of w (A_FP8, that of
 // the parts of x, is E4M3; the generated `wgmma` has ROWS columns for each part); TAIL, whether K is a multiple of 8
-// and not of 128, so that zeros follow it; GATED (0, 1); SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); ROWS (8,
-// 16); TILES (1); WARPS_N (4 are a warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); LANES
-// (8 or 16, which share a row of a K tile), AHEAD (such parts of x that a thread loads at once); STAGES, CLUSTER,
-// RESIDENT (blocks a multiprocessor), W_CONSTANT, LATE; HELD, stages of w that are held in registers, or 0, of which
-// READY are loaded before the wait; X_OVER, whether x overwrites the stages that are held.
+// and not of 128, so that zeros follow it; GATED (0, 1); BESIDE (0, 1, 2), weights after the first; SCALE (LINE, VECTOR,
+// BLOCK: see scale_kinds.cuh); ROWS (8, 16); TILES (1); WARPS_N (4 are a warpgroup); WARPS_K (1); X_ROWS (the next power
+// of two to M, up to ROWS); LANES (8 or 16, which share a row of a K tile), AHEAD (such parts of x that a thread loads
+// at once); STAGES, CLUSTER, RESIDENT (blocks a multiprocessor), W_CONSTANT, LATE; HELD, stages of w that are held in
+// registers, or 0, of which READY are loaded before the wait; X_OVER, whether x overwrites the stages that are held.
 #include "decode_tiles.cuh"
 #include "exchange.cuh"
 #include "gated_pairs.cuh"
@@ -56,10 +58,23 @@ static_assert(ITEMS % X_ROWS == 0);
 static_assert(READY <= HELD && (READY == 0 || W_CONSTANT));
 static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STAGES_ON), "all of x is loaded at once");
 
+using Scales = const float*;
+using Out = OutType*;
+#if BESIDE > 0
+#define SECOND_WEIGHT , const __grid_constant__ TensorMap w_second, Scales w_second_scale, Out out_second, int n_second
+#else
+#define SECOND_WEIGHT
+#endif
+#if BESIDE > 1
+#define THIRD_WEIGHT , const __grid_constant__ TensorMap w_third, Scales w_third_scale, Out out_third, int n_third
+#else
+#define THIRD_WEIGHT
+#endif
+
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
     a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias,
-                OutType* out, int M, int N, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n,
-                const uint16_t* up, int up_m) {
+                OutType* out, int M, int n, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n,
+                const uint16_t* up, int up_m SECOND_WEIGHT THIRD_WEIGHT) {
     if constexpr (!LATE) let_next_begin();
     char* const stages = swizzled_memory();
     const uint32_t base = shared_address(stages);
@@ -68,7 +83,20 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows that a warp branches as one
     const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS;
+    // The weight of this block with its scales, output and columns, and the tile among its columns.
+    const TensorMap* own_w = &w;
+    const float* own_scale = w_scale;
+    OutType* own_out = out;
+    int N = n, tile = blockIdx.x / CLUSTER;
+#if BESIDE > 0
+    if (const int before = (N + BN - 1) / BN; tile >= before)
+        own_w = &w_second, own_scale = w_second_scale, own_out = out_second, N = n_second, tile -= before;
+#endif
+#if BESIDE > 1
+    if (const int before = (N + BN - 1) / BN; own_w == &w_second && tile >= before)
+        own_w = &w_third, own_scale = w_third_scale, own_out = out_third, N = n_third, tile -= before;
+#endif
+    const int tile_n = tile * BN, first_m = blockIdx.y * ROWS;
     const int rows = min(M - first_m, ROWS);
     const uint32_t steps = TAIL ? (K + BK - 1) / BK : K / BK;
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
@@ -78,9 +106,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
 
     auto load = [&](int stage, int step) {
         barrier_expect(full(stage), W_BYTES);
-        tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * BK, tile_n, 0);
+        tma_load(base + stage * W_BYTES, *own_w, full(stage), (start + step) * BK, tile_n, 0);
     };
-    auto prefetch = [&](int step) { tma_prefetch(w, (start + step) * BK, tile_n, 0); };
+    auto prefetch = [&](int step) { tma_prefetch(*own_w, (start + step) * BK, tile_n, 0); };
     if (threadIdx.x == INITIALIZING) init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
     begin_loads(warp, load, prefetch);
     if (HELD == 0 && warp == WARPS) {
@@ -90,7 +118,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
 
     // Consumers.
     float acc[SLICES][4] = {};
-    auto read = [&] { read_scales<BN, THREADS>(w_scales, w_scale, start, count, tile_n, N, s_k, s_n); };
+    auto read = [&] { read_scales<BN, THREADS>(w_scales, own_scale, start, count, tile_n, N, s_k, s_n); };
     if constexpr (W_CONSTANT) read();
 
     // LANES lanes share an item, one row of a K tile; X_ROWS consecutive items are the rows of a K tile. The addresses
@@ -106,7 +134,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
     // So are the addresses of the pairs of sums that this thread stores.
     const int pair = first_pair(rank, warp), pair_n = tile_n + pair, row = first_row();
-    OutType* const pairs = settled(out + (int64_t(first_m) + row) * N + pair_n);
+    OutType* const pairs = settled(own_out + (int64_t(first_m) + row) * N + pair_n);
     const int room = settled(N - pair_n);
     const int64_t next_slice = SLICES > 1 ? settled(int64_t(8) * N) : 0;
     const uint32_t from_w = base + warp / 4 * 64 * BK, from_x = base + AT_X;

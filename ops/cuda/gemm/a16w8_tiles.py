@@ -17,13 +17,14 @@ from fp8fn.ops.cuda.gemm.operands import (
     SCALES,
     TYPES,
     as_batch,
+    column_steps,
     has_pieces,
     is_k_contiguous,
     scale_step,
 )
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
+from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block, round_up
 from fp8fn.ops.products import WeightProduct
@@ -37,6 +38,9 @@ LEAST_STAGES: Final = 2  # in a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _MOST_AHEAD: Final = 6
 _LONG: Final = 8  # stages of K, of a block's part that may not be read early
+# Clusters of so many blocks that find room at once on an H200 with two blocks on a multiprocessor; 36 of 7 do not.
+_RESIDENT_CLUSTERS: Final = {6: 39, 7: 35, 8: 30}
+_BESIDE: Final = ("second", "third")  # weights beside the first one
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,21 @@ def accepts(product: WeightProduct) -> str | None:
     return None
 
 
+def accepts_beside(product: WeightProduct) -> str | None:
+    """None for products by several weights that `plan` takes in one launch, else the reason why not."""
+    if product.bias is not None or product.up is not None:
+        return "it has a bias, or its rows are computed"
+    for name, (weight, out) in zip(_BESIDE, product.beside, strict=False):
+        if (weight.block, weight.data.dtype) != (product.w.block, product.w.data.dtype):
+            return f"w and w_{name} differ in block or type"
+        if column_steps(product) != column_steps(replace(product, w=weight)):
+            scale, other = product.w.scale.stride(), weight.scale.stride()
+            return f"the scales of w have strides {scale} and those of w_{name} {other}"
+        if (reason := accepts(replace(product, w=weight, out=out, beside=()))) is not None:
+            return f"w_{name}: {reason}"
+    return accepts(replace(product, beside=()))
+
+
 def untuned(product: WeightProduct) -> str | None:
     """None where it was the faster one on an H200, else why not."""
     n, k, constant = product.n, product.k, product.constant
@@ -150,8 +169,9 @@ def untuned(product: WeightProduct) -> str | None:
 
 
 def configure(product: WeightProduct) -> A16W8TilesConfig:
-    """The default configuration of a product; see `choose_config`."""
-    return choose_config(weight_problem(product))
+    """The default configuration of a product, see `choose_config`; that of several is that of their columns' number."""
+    columns = product.n + sum(out.shape[-1] for _, out in product.beside)
+    return choose_config(weight_problem(product)._replace(n=columns))
 
 
 def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
@@ -186,6 +206,8 @@ def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
         crowded = cluster == 8 and 30 < wide <= 45
         if crowded and steps > 48:
             cluster, crowded = 6, False
+        if not crowded and steps <= 32 and _RESIDENT_CLUSTERS.get(cluster, wide) < wide <= 64:
+            return fitted(8, 6, 3) if cluster == 6 and rows == 8 else fitted(8, 4, 2)
         return fitted(8, cluster, 3 if crowded else 2)
 
     if 5 * wide * most < 2 * cores:
@@ -286,6 +308,7 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
         "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
         "TAIL": int(k % STAGE_K > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
         "BIAS": 0 if bias is None else OUT[bias.dtype], "GATED": int(product.up is not None),
+        "BESIDE": len(product.beside),
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1,
@@ -294,7 +317,16 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
         "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
         "HELD": config.HELD, "READY": config.READY, "X_OVER": int(config.X_OVER),
     }  # fmt: skip
-    grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
+    box, tiles_n = (1, config.BN, STAGE_K), -(-n // config.BN)
+    others: dict[str, Argument] = {}
+    for name, (weight, its_out) in zip(_BESIDE, product.beside, strict=False):
+        columns = its_out.shape[-1]
+        tiles_n += -(-columns // config.BN)
+        others |= {
+            f"w_{name}": TensorMap(as_batch(weight.data.mT), box, 128), f"w_{name}_scale": weight.scale,
+            f"out_{name}": its_out, f"n_{name}": columns,
+        }  # fmt: skip
+    grid = tiles_n * config.CLUSTER, -(-m // config.ROWS), 1
     wgmma = Wgmma(PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
     return (
@@ -307,16 +339,16 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared(k, w_block, PARTS[x.dtype]),
             args={
-                "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STAGE_K), 128), "w_scale": w_scale, "bias": bias,
-                "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
+                "x": x, "w": TensorMap(as_batch(w.mT), box, 128), "w_scale": w_scale, "bias": bias,
+                "out": out, "M": m, "n": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(product.w),
                 "bias_n": 0 if bias is None else bias.stride(-1),
-                "up": product.up, "up_m": 0 if product.up is None else product.up.stride(-2),
+                "up": product.up, "up_m": 0 if product.up is None else product.up.stride(-2), **others,
             },
             target=target,
             options=options,
             overlaps=True,
-            constant=("w", "w_scale") if constant else (),
+            constant=("w", "w_scale", *(name for name in others if name.startswith("w_"))) if constant else (),
             binds={} if product.up is None else {"x": "gate"},
             late=config.LATE,
         ),
