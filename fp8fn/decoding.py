@@ -8,11 +8,15 @@ whether the sequences are finished; what was computed in between is dropped.
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import itertools
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Final, NoReturn
 
@@ -29,14 +33,16 @@ _INPUTS: Final = ("attention_mask", "position_ids", "past_key_values", "use_cach
 _UNSUPPORTED: Final = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
 # Steps by which the host may be ahead of the GPU.
 _AHEAD: Final = 4
-_COMPILED_BY: Final[Mapping[str, Any]] = {
-    "backend": "fp8fn", "fullgraph": True, "options": {"where": [], "triton.cudagraphs": True},
-}  # fmt: skip
+# Steps for which a capture pays, which takes as long as a few of them.
+_WORTH_CAPTURING: Final = 8
+_COMPILED_BY: Final[Mapping[str, Any]] = {"backend": "fp8fn", "fullgraph": True, "options": {"where": []}}
 
 Step = Callable[..., Tensor]
 # The compiled steps of each model by the number of sequences, and how each was compiled.
 _STEPS: Final[weakref.WeakKeyDictionary[Any, dict[int, tuple[Mapping[str, Any], Step]]]] = weakref.WeakKeyDictionary()
 _NUMBERS: Final = itertools.count()
+# PyTorch captures one graph at a time in a process.
+_CAPTURING: Final = threading.Lock()
 
 
 @torch.no_grad()
@@ -98,7 +104,7 @@ def _decoded(
     pad = config._pad_token_tensor if any(hasattr(each, "eos_token_id") for each in stopping_criteria) else None
     for place in range(first, config.max_length):
         if place > first:
-            logits = steps.after(tokens[:, place - 1 : place])
+            logits = steps.after(tokens[:, place - 1 : place], config.max_length - place)
         chosen = choice.of(logits, tokens[:, :place])
         if config.do_sample:
             end.drew()
@@ -106,6 +112,7 @@ def _decoded(
         if end.reached(stopping_criteria(tokens[:, : place + 1], choice.scores)):
             break
     tokens = tokens[:, : first + end.steps()]
+    steps.finish()
     return choice.output(tokens, cache) if config.return_dict_in_generate else tokens
 
 
@@ -146,8 +153,35 @@ def _dynamo() -> Any:
     return importlib.import_module("fp8fn.ops.torch_private.dynamo")
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, no garbage is collected: a graph that is destroyed would end a capture."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@functools.cache
+def _captured_beside(replayed_on: Any) -> tuple[Any, Any]:
+    """The stream on which graphs are captured that are replayed on a stream, and a graph in whose memory they lie.
+
+    cuBLAS keeps up to 32 MiB for each stream that it has seen, and PyTorch the memory of each graph until none is left:
+    both anew for each capture would cost gigabytes. Graphs that may run at the same time share neither.
+    """
+    stream, first = torch.cuda.Stream(replayed_on.device), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        first.capture_begin(capture_error_mode="thread_local")
+        torch.zeros((), device=replayed_on.device)  # a graph of nothing warns
+        first.capture_end()
+    return stream, first
+
+
 class _Steps:
-    """The steps after a prompt."""
+    """The steps after a prompt; on a GPU a CUDA graph from the second one on, which costs the host no guards."""
 
     def __init__(self, model: Any, config: Any, tokens: Tensor, given: Mapping[str, Any]) -> None:
         mask, positions = given.get("attention_mask"), given.get("position_ids")
@@ -158,12 +192,25 @@ class _Steps:
         self.inputs = (model, self.token, given["past_key_values"], mask, self.positions)
         self.how = _COMPILED_BY if config.compile_config is None else config.compile_config.to_dict()
         self.step = model_step if config.disable_compile else _compiled(model, len(tokens), self.how)
+        self.captured = tokens.is_cuda and not config.disable_compile and config.compile_config is None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
 
-    def after(self, token: Tensor) -> Tensor:
-        """The logits after `token (B, 1)`. The next call may overwrite them."""
+    def after(self, token: Tensor, left: int) -> Tensor:
+        """The logits after `token (B, 1)`; `left` steps follow at most. The next call may overwrite them."""
         self.token.copy_(token)
         if self.positions is not None:
             self.positions += 1
+        if self.captured and self.logits is not None and self.graph is None and left >= _WORTH_CAPTURING:
+            self.graph = self._capture()
+        if self.graph is None:
+            self.logits = self._run()
+        else:
+            self.graph.replay()
+        assert self.logits is not None
+        return self.logits
+
+    def _run(self) -> Tensor:
         if self.step is model_step:
             return model_step(*self.inputs)
         dynamo = _dynamo()
@@ -180,6 +227,31 @@ class _Steps:
             except (dynamo.Unsupported, dynamo.UserError) as error:
                 what = "the model's step is more than one graph for torch.compile"
                 raise ValueError(f"decoding_loop: {what}; pass disable_compile=True") from error
+
+    def finish(self) -> None:
+        """Waits for the last steps, past the end too: their graph and its memory are freed now."""
+        if self.graph is not None:
+            torch.cuda.current_stream(self.token.device).synchronize()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """The graph of a step; capturing it runs nothing.
+
+        A step ran before. One that would be compiled again, since it depends on what Python counts, is an error.
+        """
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.token.device)
+        with _CAPTURING, _uncollected():
+            stream, first = _captured_beside(current)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                graph.capture_begin(first.pool(), capture_error_mode="thread_local")
+                try:
+                    # torch.compiler.set_stance would forbid other threads to compile anything.
+                    with _dynamo().settings.patch(error_on_recompile=True):
+                        self.logits = self.step(*self.inputs)
+                finally:
+                    graph.capture_end()
+            current.wait_stream(stream)
+        return graph
 
 
 class _Choice:
@@ -285,7 +357,7 @@ def _check(model: Any, config: Any, given: Mapping[str, Any]) -> None:
     caches = importlib.import_module("transformers.cache_utils")
     layers = getattr(cache, "layers", ())
     for layer in layers or (cache,):
-        # A layer of a sliding window, for one, counts its tokens in Python: each step would be compiled again.
+        # A layer of a sliding window, for one, counts its tokens in Python, which a captured step would not see.
         if type(layer) is not caches.StaticLayer or not isinstance(getattr(layer, "cumulative_length", None), Tensor):
             _refuse(f"the cache has {kind_of(layer)}", "it takes transformers 5's StaticLayers")
     if type(cache) not in (caches.Cache, caches.StaticCache):

@@ -11,4 +11,5 @@ with needed_by("fp8fn.decoding_loop"):
     import torch._dynamo.config as settings
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
+    look_for(settings, "error_on_recompile")
     look_for(settings, "skip_nnmodule_hook_guards")
