@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,8 +28,13 @@ from fp8fn.ops import (
     quantize_silu_mul,
     scaled_grouped_mm,
     scaled_mm,
-    sibling_products,
 )
+from fp8fn.ops.kernel import deferred
+
+if TYPE_CHECKING:
+    from fp8fn.ops import sibling_products
+else:
+    sibling_products = deferred("fp8fn.ops.sibling_products")
 
 _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable, or detach its input"
 
@@ -100,7 +105,7 @@ _GATHER = _of_passes(
     gather_scaled_mm.gather_scaled_mm_fake,
 )
 _SIBLINGS = _of_passes(
-    sibling_products.MM_A16W8_SIBLINGS_SCHEMA,
+    mm_a16w8.MM_A16W8_SIBLINGS_SCHEMA,
     sibling_products.mm_a16w8_siblings_reference,
     sibling_products.mm_a16w8_siblings_kernel,
     sibling_products.mm_a16w8_siblings_fake,

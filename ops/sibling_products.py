@@ -1,6 +1,7 @@
 """The op `fp8fn::mm_a16w8_siblings`: products of one matrix by two or three FP8 weights, such as those of q, k and v.
 
-One launch computes those of few rows. Passes over compiled graphs call the op.
+One launch computes those of few rows. Passes over compiled graphs call the op. Its schema is in `ops/mm_a16w8.py`: a
+process that never calls it does not import this file.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 else:
     a16w8_tiles = deferred("fp8fn.ops.cuda.gemm.a16w8_tiles")
 
-MM_A16W8_SIBLINGS_SCHEMA: Final = (
-    "mm_a16w8_siblings(Tensor x, Tensor[] w, Tensor[] w_scale, int[2] w_block, bool constant=False) -> Tensor[]"
-)
 FEWEST_SIBLINGS: Final = 2
 MOST_SIBLINGS: Final = 3
 _NAME: Final = "mm_a16w8_siblings"
