@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fp8fn.lowering.grouped_queries import group_queries
 from fp8fn.lowering.joint_pass import SubstitutionPass, with_pass
 from fp8fn.lowering.monitor_pass import training, with_monitor
 from fp8fn.lowering.post_grad_pass import with_fusion, with_pipeline
@@ -59,6 +60,9 @@ def fp8fn(
     The option `batch_invariant` is that of the recipe, and holds for FP8 weights too: each row of a product in FP8 has
     the same bits whatever the number of rows and its place among them are. It fixes how activations are read.
 
+    Attention of one query token, as in a decoding step, reads keys and values before the model repeats them for its
+    query heads, whatever `where` selects. Results differ by the order of sums alone.
+
     The option `async_tp` multiplies a sequence while it is gathered, where the styles of `fp8fn.distributed` gather it
     in FP8 within the graph. It is False by default.
 
@@ -83,6 +87,7 @@ def fp8fn(
     save = given.pop("save", None)
     async_tp = given.pop("async_tp", None)
     patches = _inductor_options(mode, given)
+    group_queries(gm)
     decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
     graph = watched(every, gm, decisions if every is None else separated(gm, decisions))
     patches = with_pass(patches, takes_everything(where), recipe.batch_invariant)

@@ -1,0 +1,407 @@
+"""Attention of one query token to repeated keys and values: the graph that results, its values, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+import fp8fn
+from fp8fn.lowering import backend, grouped_queries
+from fp8fn.lowering.grouped_queries import group_queries
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+B, KV, G, S, D, DV = 2, 2, 3, 20, 16, 24
+H = KV * G
+SDPA = F.scaled_dot_product_attention
+Made = list[tuple[Any, ...]]
+
+
+def shapes(node: Node) -> tuple[Any, ...]:
+    """The shapes of the query, the key and the value of an attention node."""
+    return tuple(tuple(each.meta["example_value"].shape) for each in node.args[:3])
+
+
+def compiled(function: Callable[..., Any], graphs: list[GraphModule], **options: Any) -> Callable[..., Any]:
+    def keep(gm: GraphModule, _: Any) -> Any:
+        group_queries(gm)
+        gm.graph.lint()
+        gm.recompile()
+        graphs.append(gm)
+        return gm.forward
+
+    return torch.compile(function, backend=keep, fullgraph=True, **options)
+
+
+def attended(function: Callable[..., Any], *args: Any, **options: Any) -> Made:
+    """The shapes of each attention of the graph, which computes what the function does."""
+    graphs: list[GraphModule] = []
+    copies = [each.clone() if isinstance(each, Tensor) else each for each in args]
+    found, wanted = compiled(function, graphs, **options)(*copies), function(*args)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    return [shapes(node) for graph in graphs for node in graph.graph.nodes if node.target is SDPA]
+
+
+def targets(gm: GraphModule) -> list[str]:
+    return [node.target if isinstance(node.target, str) else node.target.__name__ for node in gm.graph.nodes]
+
+
+def drawn(kv: int = KV, group: int = G, rows: int = 1, dv: int = DV, **options: Any) -> list[Tensor]:
+    """A query that is a view of `(B, rows, H, D)`, as models make it, a key and a value."""
+    query = torch.randn(B, rows, kv * group, D, **options).transpose(1, 2)
+    return [query, torch.randn(B, kv, S, D, **options), torch.randn(B, kv, S, dv, **options)]
+
+
+def by_expand(x: Tensor, group: int = G) -> Tensor:
+    """The spelling of transformers."""
+    batch, heads, length, width = x.shape
+    return x[:, :, None, :, :].expand(batch, heads, group, length, width).reshape(batch, heads * group, length, width)
+
+
+SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "getitem, expand, reshape": by_expand,
+    "ellipsis": lambda x: x[..., None, :, :].expand(-1, -1, G, -1, -1).reshape(x.shape[0], H, *x.shape[2:]),
+    "unsqueeze, expand, flatten": lambda x: x.unsqueeze(2).expand(-1, -1, G, -1, -1).flatten(1, 2),
+    "functions": lambda x: torch.flatten(
+        torch.broadcast_to(torch.unsqueeze(x, 2), (B, KV, G, S, x.shape[-1])), 1, 2
+    ).contiguous(),
+    "contiguous, view": lambda x: x.unsqueeze(2).expand(-1, -1, G, -1, -1).contiguous().view(B, H, S, -1),
+    "repeat_interleave": lambda x: x.repeat_interleave(G, dim=1),
+    "repeat_interleave by names": lambda x: torch.repeat_interleave(x, repeats=G, dim=-3),
+}
+GROUPED = ((B, KV, G, D), (B, KV, S, D), (B, KV, S, DV))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings(spelling: str) -> None:
+    repeat, graphs = SPELLINGS[spelling], list[GraphModule]()
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, repeat(key), repeat(value))
+
+    given = drawn()
+    assert attended(attention, *given) == [GROUPED]
+    compiled(attention, graphs)(*given)
+    assert targets(graphs[0])[3:] == [
+        "squeeze", "unflatten", "scaled_dot_product_attention", "flatten", "unsqueeze", "output",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [G, H])
+def test_enable_gqa(group: int) -> None:
+    """Also of one key head, which attention broadcasts without the option as well."""
+    given = drawn(H // group, group)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> Tensor:
+        return SDPA(query, key, value, enable_gqa=gqa)
+
+    for gqa in (True, False)[: 1 + (group == H)]:
+        made = attended(attention, *given, gqa)
+        assert made == [((B, H // group, group, D), (B, H // group, S, D), (B, H // group, S, DV))]
+
+
+def test_one_key_head_that_is_repeated() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, by_expand(key, H), value.repeat_interleave(H, 1), scale=0.3)
+
+    assert attended(attention, *drawn(1, H)) == [((B, 1, H, D), (B, 1, S, D), (B, 1, S, DV))]
+
+
+SEEN = torch.rand(B, 1, 1, S) > 0.3
+MASKS = {
+    "bool": SEEN,
+    "float": torch.randn(B, 1, 1, S),
+    "of all sequences": SEEN[:1],
+    "matrix": SEEN[0, 0],
+    "of each head": torch.randn(B, H, 1, S),
+    "of each head, as a view": torch.randn(1, H, 1, 1).expand(B, H, 1, S),
+    "of each head of all sequences": torch.rand(H, 1, S) > 0.3,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask: str) -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return SDPA(query, by_expand(key), by_expand(value), mask, 0.0, False, scale=0.2)
+
+    assert attended(attention, *drawn(), MASKS[mask]) == [GROUPED]
+
+
+@pytest.mark.parametrize("sizes", ["length", "both"])
+@pytest.mark.parametrize("spelling", ["getitem, expand, reshape", "unsqueeze, expand, flatten", "repeat_interleave"])
+def test_symbolic_sizes(spelling: str, sizes: str) -> None:
+    """One graph serves all lengths, and all numbers of sequences."""
+    repeat, graphs = SPELLINGS[spelling], list[GraphModule]()
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return SDPA(query, repeat(key), repeat(value), mask)
+
+    run = compiled(attention, graphs)
+    for batch, length in ((2, 20), (2, 33), (5, 7) if sizes == "both" else (2, 7)):
+        query = torch.randn(batch, 1, H, D).transpose(1, 2)
+        key, value = torch.randn(batch, KV, length, D), torch.randn(batch, KV, length, DV)
+        mask = torch.rand(batch, 1, 1, length) > 0.3
+        mask[..., 0] = True
+        for each, axis in ((key, 2), (value, 2), (mask, 3)):
+            torch._dynamo.mark_dynamic(each, axis)
+            if sizes == "both":
+                torch._dynamo.mark_dynamic(each, 0)
+        if sizes == "both":
+            torch._dynamo.mark_dynamic(query, 0)
+        torch.testing.assert_close(run(query, key, value, mask), attention(query, key, value, mask))
+    (graph,) = graphs
+    assert not {"expand", "repeat_interleave"} & set(targets(graph))
+
+
+LEFT: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "two query tokens": (lambda q, k, v: SDPA(q, by_expand(k), by_expand(v)), drawn(rows=2)),
+    "causal": (lambda q, k, v: SDPA(q, by_expand(k), by_expand(v), is_causal=True), drawn()),
+    "no groups": (lambda q, k, v: SDPA(q, k, v), drawn(H, 1)),
+    "one group": (lambda q, k, v: SDPA(q, by_expand(k, 1), by_expand(v, 1)), drawn(H, 1)),
+    "the key alone": (lambda q, k, v: SDPA(q, by_expand(k), v), [*drawn()[:2], drawn(H, 1)[2]]),
+    "heads in turns": (
+        lambda q, k, v: SDPA(q, *(x[:, None].expand(-1, G, -1, -1, -1).flatten(1, 2) for x in (k, v))), drawn(),
+    ),
+    "as many groups as heads, in turns": (
+        lambda q, k, v: SDPA(q, *(x[:, None].expand(-1, KV, -1, -1, -1).flatten(1, 2) for x in (k, v))),
+        drawn(group=KV),
+    ),
+    "sequences in another order": (
+        lambda q, k, v: SDPA(q, *(by_expand(x)[torch.tensor([1, 0])] for x in (k, v))), drawn(),
+    ),
+    "tiled": (lambda q, k, v: SDPA(q, k.repeat(1, G, 1, 1), v.repeat(1, G, 1, 1)), drawn()),
+    "repeated tokens": (
+        lambda q, k, v: SDPA(q, *(x.repeat_interleave(G, 2).view(B, H, S, -1) for x in (k, v))), drawn(),
+    ),
+    "of two groups": (lambda q, k, v: SDPA(q, by_expand(k), by_expand(v, H)), [*drawn()[:2], drawn(1, H)[2]]),
+    "reversed": (lambda q, k, v: SDPA(q, by_expand(k).flip(1), by_expand(v)), drawn()),
+    "a mask for each token": (
+        lambda q, k, v: SDPA(q, by_expand(k), by_expand(v), torch.ones(5, S, dtype=torch.bool)[:2]), drawn(rows=2),
+    ),
+    "no batch": (lambda q, k, v: SDPA(q[0], by_expand(k)[0], by_expand(v)[0])[None], drawn()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_stays(kind: str) -> None:
+    function, given = LEFT[kind]
+    before: list[str] = []
+
+    def keep(gm: GraphModule, _: Any) -> Any:
+        before.append(str(gm.graph))
+        group_queries(gm)
+        assert str(gm.graph) == before[0]
+        return gm.forward
+
+    torch.testing.assert_close(torch.compile(function, backend=keep, fullgraph=True)(*given), function(*given))
+    assert "scaled_dot_product_attention" in before[0]
+
+
+def test_a_view_of_the_result() -> None:
+    """A model may view the result by the strides that its attention had."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = SDPA(query, by_expand(key), by_expand(value))
+        return out.transpose(1, 2).view(B, 1, 1, -1)
+
+    assert attended(attention, *drawn()) == [GROUPED]
+    assert attended(attention, *drawn(dv=D)) == [((B, KV, G, D), (B, KV, S, D), (B, KV, S, D))]
+
+
+def test_another_layout_of_the_result_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_queries, "_same_layout", lambda one, other: False)
+    repeated = ((B, H, 1, D), (B, H, S, D), (B, H, S, DV))
+    assert attended(lambda q, k, v: SDPA(q, by_expand(k), by_expand(v)), *drawn()) == [repeated]
+    contiguous, turned = torch.empty(B, H, 1, DV), torch.empty(B, 1, H, DV).transpose(1, 2)
+    monkeypatch.undo()
+    assert grouped_queries._same_layout(contiguous, turned)
+    assert not grouped_queries._same_layout(contiguous, torch.empty(H, B, 1, DV).transpose(0, 1))
+
+
+def test_dropout_stays() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, by_expand(key), by_expand(value), dropout_p=0.5)
+
+    graphs: list[GraphModule] = []
+    given = drawn()
+    torch.manual_seed(1)
+    found = compiled(attention, graphs)(*given)
+    torch.manual_seed(1)
+    assert torch.equal(found, attention(*given))
+    assert targets(graphs[0]).count("expand") == 2
+
+
+def test_a_symbolic_number_of_heads_or_query_tokens_stays() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, key, value, enable_gqa=True)
+
+    graphs: list[GraphModule] = []
+    run = compiled(attention, graphs, dynamic=True)
+    for rows in (3, 4):
+        given = drawn(rows=rows)
+        torch.testing.assert_close(run(*given), attention(*given))
+    assert [targets(graph)[-2] for graph in graphs] == ["scaled_dot_product_attention"] * len(graphs)
+
+
+def test_a_key_with_other_readers() -> None:
+    """The copy remains for them."""
+    graphs: list[GraphModule] = []
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        repeated = by_expand(key)
+        return SDPA(query, repeated, by_expand(value)) + SDPA(query, repeated, by_expand(value)) + repeated.sum()
+
+    given = drawn()
+    assert attended(attention, *given) == [GROUPED, GROUPED]
+    compiled(attention, graphs)(*given)
+    assert targets(graphs[0]).count("expand") == 1
+
+
+def written(x: Tensor, by: str) -> None:
+    if by == "method":
+        x.mul_(2)
+    elif by == "operator":
+        x *= 2
+    elif by == "item":
+        x[:, :, 3] = 1
+    elif by == "view":
+        x[:, :, 3:].zero_()
+    elif by == "out":
+        torch.mul(x, 2, out=x)
+    elif by == "function":
+        F.relu(x, True)
+
+
+@pytest.mark.parametrize("by", ["method", "operator", "item", "view", "out", "function"])
+def test_a_cache_that_is_written_after_its_copy(by: str) -> None:
+    def late(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        repeated = by_expand(key)
+        written(key, by)
+        return SDPA(query, repeated, by_expand(value))
+
+    def early(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        written(key, by)
+        repeated = by_expand(key)
+        written(value, by)
+        return SDPA(query, repeated, by_expand(value))
+
+    repeated = ((B, H, 1, D), (B, H, S, D), (B, H, S, DV))
+    assert attended(late, *drawn()) == [repeated]
+    assert attended(early, *drawn()) == [GROUPED]
+
+
+def test_gradients() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return SDPA(query, by_expand(key), by_expand(value), mask)
+
+    given = [*(each.detach().requires_grad_() for each in drawn()), torch.randn(B, H, 1, S, requires_grad=True)]
+    step = torch.compile(attention, backend="fp8fn", options={"where": []}, fullgraph=True)
+    found, wanted = (
+        (out := function(*given), *torch.autograd.grad(out.square().sum(), given)) for function in (step, attention)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_autocast() -> None:
+    """The attention computes in bfloat16, and the nodes around it have the types that they would have."""
+    graphs: list[GraphModule] = []
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = SDPA(query, by_expand(key), by_expand(value))
+        return out
+
+    given = drawn()
+    found, wanted = compiled(attention, graphs)(*given), attention(*given)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, atol=0.02, rtol=0.02)
+    types = {node.name: node.meta["example_value"].dtype for node in graphs[0].graph.nodes if "flat" in node.name}
+    assert types == {"unflatten": torch.float32, "flatten": torch.bfloat16}
+    attention_node = next(node for node in graphs[0].graph.nodes if node.target is SDPA)
+    assert attention_node.meta["example_value"].dtype == torch.bfloat16
+    assert "SDPA(query" in attention_node.meta["stack_trace"]
+
+
+@pytest.mark.parametrize("region", ["checkpoint", "nested_compile_region"])
+def test_inside_of_a_region(region: str) -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, by_expand(key), by_expand(value))
+
+    nested = torch.compiler.nested_compile_region(attention)
+
+    def called(*given: Tensor) -> Any:
+        if region == "nested_compile_region":
+            return nested(*given)
+        return torch.utils.checkpoint.checkpoint(attention, *given, use_reentrant=False)
+
+    graphs: list[GraphModule] = []
+    given = [each.detach().requires_grad_() for each in drawn()]
+    torch.testing.assert_close(compiled(called, graphs)(*given), called(*given))
+    inner = [each for each in graphs[0].modules() if isinstance(each, GraphModule) and each is not graphs[0]]
+    assert [shapes(node) for each in inner for node in each.graph.nodes if node.target is SDPA] == [GROUPED]
+
+
+def test_under_vmap() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, by_expand(key), by_expand(value))
+
+    given = [torch.stack([each, -each, 2 * each]) for each in drawn()]
+    mapped = torch.func.vmap(attention)
+    torch.testing.assert_close(compiled(mapped, [])(*given), mapped(*given), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
+def test_a_decoding_step_of_transformers(kind: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph that Inductor is given copies no keys, and its logits are those of the eager model."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, sliding_window=None,
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    graphs: list[GraphModule] = []
+    rewrite = backend.rewrite
+
+    def keep(gm: GraphModule, *args: Any, **options: Any) -> Any:
+        graphs.append(gm)
+        return rewrite(gm, *args, **options)
+
+    monkeypatch.setattr(backend, "rewrite", keep)
+    step = torch.compile(model, backend="fp8fn", options={"where": []}, fullgraph=True)
+    prompt = torch.randint(64, (batch, 9))
+    logits = []
+    with torch.no_grad():
+        for call in (model, step):
+            cache = transformers.StaticCache(config=config, max_cache_len=32)
+            out = model(prompt, past_key_values=cache, use_cache=True).logits
+            token, steps = out[:, -1:].argmax(-1), []
+            for _ in range(4):
+                steps.append(call(token, past_key_values=cache, use_cache=True).logits)
+                token = steps[-1].argmax(-1)
+            logits.append(torch.cat(steps, 1))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
+    assert graphs
+    attentions = [shapes(node) for gm in graphs for node in gm.graph.nodes if node.target is SDPA]
+    assert attentions == [((batch, 2, 2, 16), (batch, 2, 32, 16), (batch, 2, 32, 16))] * 2 * len(graphs)
+    expanded = [node.meta["example_value"] for gm in graphs for node in gm.graph.nodes if node.target == "expand"]
+    assert max(each.dim() for each in expanded) < 5  # none of keys or values; the mask has four dimensions
+
+
+def test_explain_lists_the_same_products() -> None:
+    """Each attention stays one node of the model that `explain` runs."""
+    layer = torch.nn.Linear(H * DV, 256)
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = layer(SDPA(query, by_expand(key), by_expand(value)).transpose(1, 2).flatten(2))
+        return out
+
+    rows = fp8fn.explain(model, *drawn(), show=False).rows
+    assert [(row.op, row.shape) for row in rows] == [("linear", (B, 256, H * DV))]
