@@ -178,7 +178,7 @@ def test_what_one_launch_takes() -> None:
     assert reason(first, second, other) == "w and w_third differ in block or type"
     wide = operand(256, 200, (128, 128)).to("meta")
     assert "the scales of w have strides (1, 2) and those of w_second (" in (reason(first, wide) or "")
-    lines = operand(256, 64, (128, 128), contiguous="N").to("meta")
+    lines = as_of_linear(operand(256, 64, (128, 128), contiguous="N")).to("meta")
     assert reason(first, lines) == "w_second: columns of w are not contiguous"
     product = weight_product(x, first, x.new_empty(4, 70), bias=x.new_empty(70))
     assert accepts_beside(product) == "it has a bias, or its rows are computed"
