@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,18 @@ _WORTH_CAPTURING: Final = 8
 _COMPILED_BY: Final[Mapping[str, Any]] = {"backend": "fp8fn", "fullgraph": True, "options": {"where": []}}
 
 Step = Callable[..., Tensor]
-# The compiled steps of each model by the number of sequences, and how each was compiled.
-_STEPS: Final[weakref.WeakKeyDictionary[Any, dict[int, tuple[Mapping[str, Any], Step]]]] = weakref.WeakKeyDictionary()
+
+
+class _Compiled(NamedTuple):
+    """A compiled step, how it was compiled, and the shapes of the caches and masks that it has run with."""
+
+    how: Mapping[str, Any]
+    step: Step
+    shapes: set[Any]
+
+
+# The compiled steps of each model, by the number of sequences.
+_STEPS: Final[weakref.WeakKeyDictionary[Any, dict[int, _Compiled]]] = weakref.WeakKeyDictionary()
 _NUMBERS: Final = itertools.count()
 # PyTorch captures one graph at a time in a process.
 _CAPTURING: Final = threading.Lock()
@@ -136,17 +146,17 @@ def model_step(model: Any, token: Tensor, cache: Any, mask: Tensor | None, posit
     return logits
 
 
-def _compiled(model: Any, batch: int, how: Mapping[str, Any]) -> Step:
+def _compiled(model: Any, batch: int, how: Mapping[str, Any]) -> _Compiled:
     """`model_step`, compiled once for a model, a number of sequences and a configuration.
 
     Each is a function of its own, because torch.compile gives up on one that it has compiled eight times. Between calls
     the length of the cache changes, for which it is compiled once more.
     """
     steps = _STEPS.setdefault(model, {})
-    if batch not in steps or steps[batch][0] != how:
+    if batch not in steps or steps[batch].how != how:
         code = model_step.__code__.replace(co_name=f"model_step_{next(_NUMBERS)}")
-        steps[batch] = how, torch.compile(FunctionType(code, model_step.__globals__), **how)
-    return steps[batch][1]
+        steps[batch] = _Compiled(how, torch.compile(FunctionType(code, model_step.__globals__), **how), set())
+    return steps[batch]
 
 
 def _dynamo() -> Any:
@@ -181,28 +191,28 @@ def _captured_beside(replayed_on: Any) -> tuple[Any, Any]:
 
 
 class _Steps:
-    """The steps after a prompt; on a GPU a CUDA graph from the second one on, which costs the host no guards."""
+    """The steps after a prompt; on a GPU the replays of a CUDA graph, which cost the host no guards."""
 
     def __init__(self, model: Any, config: Any, tokens: Tensor, given: Mapping[str, Any]) -> None:
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
-        if mask is not None:  # a step's position hides all that is later
-            mask = F.pad(mask, (0, given["past_key_values"].layers[0].max_cache_len - mask.shape[1]), value=1)
+        cache, mask, positions = given["past_key_values"], given.get("attention_mask"), given.get("position_ids")
+        length = cache.layers[0].max_cache_len
+        if mask is not None:  # what is later than a step's position is hidden anyway
+            mask = F.pad(mask, (0, length - mask.shape[1]), value=1)
         self.token = torch.empty_like(tokens[:, :1])
         self.positions = None if positions is None else positions[..., -1:].clone()
-        self.inputs = (model, self.token, given["past_key_values"], mask, self.positions)
+        self.inputs = (model, self.token, cache, mask, self.positions)
         self.how = _COMPILED_BY if config.compile_config is None else config.compile_config.to_dict()
-        self.step = model_step if config.disable_compile else _compiled(model, len(tokens), self.how)
+        self.compiled = None if config.disable_compile else _compiled(model, len(tokens), self.how)
         self.captured = tokens.is_cuda and not config.disable_compile and config.compile_config is None
+        self.shape = length, mask is None, None if positions is None else positions.dim()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
 
     def after(self, token: Tensor, left: int) -> Tensor:
         """The logits after `token (B, 1)`; `left` steps follow at most. The next call may overwrite them."""
         self.token.copy_(token)
-        if self.positions is not None:
-            self.positions += 1
-        if self.captured and self.logits is not None and self.graph is None and left >= _WORTH_CAPTURING:
-            self.graph = self._capture()
+        if self.captured and self.graph is None and left >= _WORTH_CAPTURING:
+            self.graph = self._graph()
         if self.graph is None:
             self.logits = self._run()
         else:
@@ -211,33 +221,62 @@ class _Steps:
         return self.logits
 
     def _run(self) -> Tensor:
-        if self.step is model_step:
+        self._advance()
+        if self.compiled is None:
             return model_step(*self.inputs)
         dynamo = _dynamo()
         # PyTorch does not look by default whether a module has got a hook since it was compiled.
         with dynamo.settings.patch(skip_nnmodule_hook_guards=False):
             try:
-                return self.step(*self.inputs)
+                return self.compiled.step(*self.inputs)
             except dynamo.FailOnRecompileLimitHit:
                 # The step did not run. PyTorch keeps eight variants of a function: each of PEFT's adapters needs one.
                 model, token = self.inputs[:2]
                 _STEPS[model].pop(len(token), None)
-                self.step = _compiled(model, len(token), self.how)
-                return self.step(*self.inputs)
+                self.compiled = _compiled(model, len(token), self.how)
+                return self.compiled.step(*self.inputs)
             except (dynamo.Unsupported, dynamo.UserError) as error:
                 what = "the model's step is more than one graph for torch.compile"
                 raise ValueError(f"decoding_loop: {what}; pass disable_compile=True") from error
+
+    def _advance(self) -> None:
+        if self.positions is not None:
+            self.positions += 1
 
     def finish(self) -> None:
         """Waits for the last steps, past the end too: their graph and its memory are freed now."""
         if self.graph is not None:
             torch.cuda.current_stream(self.token.device).synchronize()
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        """The graph of a step; capturing it runs nothing.
+    def _graph(self) -> torch.cuda.CUDAGraph:
+        """The graph of a step, which ran before with these shapes, so that nothing is compiled or loaded in a capture.
 
-        A step ran before. One that would be compiled again, since it depends on what Python counts, is an error.
+        A step that would be compiled again all the same depends on what Python counts, and is an error.
         """
+        assert self.compiled is not None
+        if self.shape in self.compiled.shapes:
+            try:
+                return self._capture()
+            except _dynamo().RecompileError:  # a hook was added, or an adapter was switched, since it ran
+                pass
+        self._try_out()
+        return self._capture()
+
+    def _try_out(self) -> None:
+        """Runs the step without an effect: a captured step may add in another order, and each call takes that one."""
+        layers = self.inputs[2].layers
+        kept = [layer.cumulative_length.clone() for layer in layers]
+        self._run()
+        for layer, length in zip(layers, kept, strict=True):
+            layer.cumulative_length.copy_(length)
+        if self.positions is not None:
+            self.positions -= 1
+        assert self.compiled is not None
+        self.compiled.shapes.add(self.shape)
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """The graph of what advances the positions and of a step; capturing it runs nothing."""
+        assert self.compiled is not None
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.token.device)
         with _CAPTURING, _uncollected():
             stream, first = _captured_beside(current)
@@ -245,9 +284,10 @@ class _Steps:
             with torch.cuda.stream(stream):
                 graph.capture_begin(first.pool(), capture_error_mode="thread_local")
                 try:
+                    self._advance()
                     # torch.compiler.set_stance would forbid other threads to compile anything.
                     with _dynamo().settings.patch(error_on_recompile=True):
-                        self.logits = self.step(*self.inputs)
+                        self.logits = self.compiled.step(*self.inputs)
                 finally:
                     graph.capture_end()
             current.wait_stream(stream)

@@ -9,7 +9,7 @@ from fp8fn.ops.torch_private import look_for, needed_by
 
 with needed_by("fp8fn.decoding_loop"):
     import torch._dynamo.config as settings
-    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+    from torch._dynamo.exc import FailOnRecompileLimitHit, RecompileError, Unsupported, UserError
 
     look_for(settings, "error_on_recompile")
     look_for(settings, "skip_nnmodule_hook_guards")

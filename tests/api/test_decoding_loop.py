@@ -125,12 +125,12 @@ def test_a_compiled_step_serves_fp8_weights_and_prompts_of_every_length() -> Non
         )
         assert torch.equal(found, wanted)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
-    how, step = decoding._STEPS[model][2]
+    how, step, _ = decoding._STEPS[model][2]
     assert how == {"backend": "fp8fn", "fullgraph": True, "options": {"where": []}}
     config = transformers.CompileConfig(backend="eager")
     asked = {"compile_config": config, "disable_compile": False, "do_sample": False}
     assert torch.equal(generated(model, True, **asked), generated(model, False, do_sample=False))
-    assert decoding._STEPS[model][2][1] is not step
+    assert decoding._STEPS[model][2].step is not step
     kept = weakref.ref(model)
     del model
     gc.collect()
@@ -266,7 +266,8 @@ def captured(step: Callable[..., Any], x: Tensor, patch: pytest.MonkeyPatch) -> 
         patch.setattr(torch.cuda, name, value)
     patch.setattr(decoding, "_captured_beside", lambda _: (Stream(), SimpleNamespace(pool=lambda: (0, 1))))
     steps = object.__new__(decoding._Steps)
-    steps.token, steps.inputs, steps.step = x, (x,), step  # type: ignore[assignment]
+    steps.token, steps.inputs, steps.positions = x, (x,), None  # type: ignore[assignment]
+    steps.compiled = decoding._Compiled({}, step, set())
     try:
         steps._capture()
     finally:
@@ -274,6 +275,52 @@ def captured(step: Callable[..., Any], x: Tensor, patch: pytest.MonkeyPatch) -> 
         assert gc.isenabled()
         assert not decoding._CAPTURING.locked()
     return steps.logits
+
+
+class Replayed:
+    """A CUDA graph of a step, on the CPU: a replay runs the step."""
+
+    def __init__(self, steps: Any) -> None:
+        self.steps = steps
+
+    def replay(self) -> None:
+        self.steps._advance()
+        self.steps.logits = self.steps.compiled.step(*self.steps.inputs)
+
+
+def test_every_step_is_a_replay_and_the_first_call_tries_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that runs before its capture leaves no trace, also where a hook was added after the last call."""
+    ran, fail = [], [False]
+
+    class Steps(decoding._Steps):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.captured = True
+
+        def finish(self) -> None: ...
+
+        def _run(self) -> Tensor:
+            ran.append(self.positions.clone())  # type: ignore[union-attr]
+            return super()._run()
+
+        def _capture(self) -> Any:
+            if fail.pop():
+                raise torch._dynamo.exc.RecompileError
+            fail.append(False)
+            return Replayed(self)
+
+    monkeypatch.setattr(decoding, "_Steps", Steps)
+    monkeypatch.setattr(decoding, "_COMPILED_BY", {"backend": "eager", "fullgraph": True})
+    model, counts = made("llama"), []
+    for asked in ("greedy", "greedy", "greedy", "padded"):
+        given = {**ASKED[asked], "do_sample": False}
+        if len(counts) == 2:
+            fail[:] = [False, True]
+        wanted = generated(model, False, **given)
+        found = generated(model, True, **given, disable_compile=False)
+        assert torch.equal(found, wanted)
+        counts.append(len(ran))
+    assert counts == [1, 1, 2, 3]  # the padded prompt has a mask
 
 
 def test_other_threads_compile_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +418,7 @@ def test_tokens_on_a_gpu(fp8: bool) -> None:
         assert torch.equal(found, kept.sequences)
         if not fp8:
             assert torch.equal(found, wanted.sequences)
-    assert decoding._STEPS[model][2][0]["backend"] == "fp8fn"
+    assert decoding._STEPS[model][2].how["backend"] == "fp8fn"
 
 
 @pytest.mark.gpu

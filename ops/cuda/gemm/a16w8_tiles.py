@@ -38,8 +38,9 @@ LEAST_STAGES: Final = 2  # in a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _MOST_AHEAD: Final = 6
 _LONG: Final = 8  # stages of K, of a block's part that may not be read early
-# Clusters of so many blocks that find room at once on an H200 with two blocks on a multiprocessor; 36 of 7 do not.
-_RESIDENT_CLUSTERS: Final = {6: 39, 7: 35, 8: 30}
+# The clusters, by their blocks, that find room at once on an H200 with two blocks on a multiprocessor: of 4 blocks 56 do
+# and 64 do not, of 7 blocks 36 do not.
+_ROOM: Final = {4: 56, 6: 39, 7: 35, 8: 30}
 _BESIDE: Final = ("second", "third")  # weights beside the first one
 
 
@@ -206,8 +207,12 @@ def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
         crowded = cluster == 8 and 30 < wide <= 45
         if crowded and steps > 48:
             cluster, crowded = 6, False
-        if not crowded and steps <= 32 and _RESIDENT_CLUSTERS.get(cluster, wide) < wide <= 64:
-            return fitted(8, 6, 3) if cluster == 6 and rows == 8 else fitted(8, 4, 2)
+        if not crowded and steps <= 32 and _ROOM.get(cluster, wide) < wide <= 64:
+            return (
+                fitted(8, 6, 3)
+                if cluster == 6 and rows == 8 and wide < 56
+                else fitted(8, 4 if wide <= _ROOM[4] else 3, 2)
+            )
         return fitted(8, cluster, 3 if crowded else 2)
 
     if 5 * wide * most < 2 * cores:
