@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, Final
@@ -96,21 +96,20 @@ def spell_attention(gm: GraphModule) -> None:
         if isinstance(module, GraphModule):
             for target, function in _SPELLED.items():
                 for node in module.graph.find_nodes(op="call_function", target=target):
-                    if reason := spell(node, function, node.args, node.kwargs):
-                        node.meta[REASON] = f"{node.target.__name__} is not taken apart: {reason}"
-                        _log.info("%s", node.meta[REASON])
+                    _spell(node, function)
 
 
-def spell(node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Replaces a node by the calls inside `function(*args, **kwargs)`; returns why it remains, or None."""
+def _spell(node: Node, function: Callable[..., Any]) -> None:
     before = set(node.graph.nodes)
     try:
         with node.graph.inserting_before(node):
-            made = _recorded(node, function, args, kwargs)
+            made = _recorded(node, function)
     except (NotImplementedError, RuntimeError, TypeError, KeyError) as error:
         for extra in reversed([each for each in node.graph.nodes if each not in before]):
             node.graph.erase_node(extra)
-        return str(error).partition("\n")[0]
+        node.meta[REASON] = f"{node.target.__name__} is not taken apart: {str(error).partition(chr(10))[0]}"  # type: ignore[union-attr]
+        _log.info("%s", node.meta[REASON])
+        return
     if isinstance(made, Node):
         node.replace_all_uses_with(made)
     else:
@@ -118,13 +117,12 @@ def spell(node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwarg
             user.replace_all_uses_with(made[user.args[1]])
             node.graph.erase_node(user)
     node.graph.erase_node(node)
-    return None
 
 
-def _recorded(node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _recorded(node: Node, function: Callable[..., Any]) -> Any:
     """Adds the function's calls before `node` and returns the nodes of its results."""
-    recorder = Recorder(node, [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Node)])
-    args, kwargs = pytree.tree_map_only(Node, lambda each: each.meta["example_value"], (args, kwargs))
+    args, kwargs = pytree.tree_map_only(Node, lambda each: each.meta["example_value"], (node.args, node.kwargs))
+    recorder = Recorder(node)
     # Use the mode of Dynamo's trace: the backend runs under another mode.
     mode = next((x.fake_mode for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)), None)
     if mode is None:
@@ -149,7 +147,7 @@ def _autocast_of(node: Node) -> AbstractContextManager[Any]:
 class Recorder(TorchFunctionMode):
     """Adds a node for every PyTorch call that returns a tensor, before `node` and with its metadata."""
 
-    def __init__(self, node: Node, inputs: Iterable[Node]) -> None:
+    def __init__(self, node: Node) -> None:
         super().__init__()
         self.node, self.graph = node, node.graph
         self.alive: list[Tensor] = []  # keeps the ids of these tensors from being reused
@@ -159,7 +157,7 @@ class Recorder(TorchFunctionMode):
             value = each.meta.get("example_value")
             if isinstance(value, SymInt) and value.node.expr.is_symbol:
                 self.symbols[value.node.expr] = each
-        for each in inputs:
+        for each in node.all_input_nodes:
             value = each.meta["example_value"]
             if isinstance(value, Tensor):
                 self.nodes[id(value)] = each

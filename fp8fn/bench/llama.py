@@ -135,7 +135,7 @@ class Weights:
 
 
 class Attention(nn.Module):
-    """Attention of one token of each sequence. The query heads that share a key head are rows of one product."""
+    """Attention of one token of each sequence, whose query heads share the key heads."""
 
     keys: Tensor
     values: Tensor
@@ -155,8 +155,8 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(1, (-1, self.size.head)) for part in self.qkv(x).split(self.sections, dim=1))
         self.keys.index_copy_(2, position, rotate(k, cos, sin).unsqueeze(2))
         self.values.index_copy_(2, position, v.unsqueeze(2))
-        grouped = rotate(q, cos, sin).unflatten(1, (self.size.kv_heads, -1))
-        heads = F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=seen)
+        query = rotate(q, cos, sin).unsqueeze(2)
+        heads = F.scaled_dot_product_attention(query, self.keys, self.values, attn_mask=seen, enable_gqa=True)
         return cast(Tensor, self.out(heads.flatten(1)))
 
 
