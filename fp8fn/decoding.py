@@ -108,22 +108,36 @@ def _decoded(
     tokens = F.pad(prompt.long(), (0, config.max_length - first))
     logits = _prefill(model, prompt, given)
     steps = _Steps(model, config, tokens, given)
+    criteria, lengths = _parted(stopping_criteria)
+    most = max(first + 1, min([config.max_length, *(each.max_length for each in lengths)]))
     # A cache that the caller keeps must hold no more than the tokens that are returned.
     kept = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    choice, end = _Choice(config, logits_processor), _End(tokens, 0 if kept else _AHEAD)
-    pad = config._pad_token_tensor if any(hasattr(each, "eos_token_id") for each in stopping_criteria) else None
-    for place in range(first, config.max_length):
+    choice, end = _Choice(config, logits_processor), _End(tokens, 0 if kept else _AHEAD) if criteria else None
+    pad = config._pad_token_tensor if any(hasattr(each, "eos_token_id") for each in criteria) else None
+    for place in range(first, most):
         if place > first:
-            logits = steps.after(tokens[:, place - 1 : place], config.max_length - place)
+            logits = steps.after(tokens[:, place - 1 : place], most - place)
         chosen = choice.of(logits, tokens[:, :place])
+        if end is None:
+            tokens[:, place] = chosen
+            continue
         if config.do_sample:
             end.drew()
         tokens[:, place] = end.padded(chosen, pad)
-        if end.reached(stopping_criteria(tokens[:, : place + 1], choice.scores)):
+        if end.reached(criteria(tokens[:, : place + 1], choice.scores)):
             break
-    tokens = tokens[:, : first + end.steps()]
+    tokens = tokens[:, : most if end is None else first + end.steps()]
+    for each in lengths:
+        each(tokens[:, :-1], None)  # reminds of a length past the model's positions
     steps.finish()
     return choice.output(tokens, cache) if config.return_dict_in_generate else tokens
+
+
+def _parted(criteria: Any) -> tuple[Any, list[Any]]:
+    """The criteria that read tokens, and those of a length, which the host knows."""
+    of_length = importlib.import_module("transformers.generation").MaxLengthCriteria
+    lengths = [each for each in criteria if type(each) is of_length]
+    return type(criteria)([each for each in criteria if type(each) is not of_length]), lengths
 
 
 def _prefill(model: Any, prompt: Tensor, given: Mapping[str, Any]) -> Tensor:

@@ -4,8 +4,8 @@
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)  # query (B, KV * G, 1, D)
 
 copies keys and values G times. `enable_gqa=True` makes PyTorch's kernels read them where they are, and the result
-differs by the order of sums alone. With a mask, 32 query heads, 8 key heads and 2048 tokens that takes 14 us, where copies and
-attention take 61; with 8 sequences 32 and 366 (H200, cuDNN). Queries of more tokens were not measured.
+differs by the order of sums alone. With a mask, 32 query heads, 8 key heads and 2048 tokens that takes 14 us, where
+copies and attention take 61; with 8 sequences 32 and 366 (H200, cuDNN). Queries of more tokens were not measured.
 """
 
 from __future__ import annotations

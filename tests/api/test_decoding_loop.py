@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import re
 import weakref
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def made(kind: str, **changed: Any) -> Any:
     }
     config, model, more = configs[kind]
     torch.manual_seed(0)
-    return model(config(**SIZES, **more, **changed)).eval()
+    return model(config(**{**SIZES, **more, **changed})).eval()
 
 
 def generated(model: Any, loop: bool, prompt: Tensor = PROMPT, **asked: Any) -> Any:
@@ -275,6 +276,26 @@ def captured(step: Callable[..., Any], x: Tensor, patch: pytest.MonkeyPatch) -> 
         assert gc.isenabled()
         assert not decoding._CAPTURING.locked()
     return steps.logits
+
+
+@pytest.mark.parametrize("length", [3, 10, 14, 21])
+@pytest.mark.parametrize("eos", [None, EVERY_THIRD])
+def test_a_length_of_the_callers(length: int, eos: list[int] | None) -> None:
+    """It ends the call after one token at least, also where no criterion reads tokens."""
+    model = made("llama")
+    model.generation_config.eos_token_id = None
+    asked = {"stopping_criteria": transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(length)])}
+    found, wanted = (generated(model, loop, do_sample=False, eos_token_id=eos, **asked) for loop in (True, False))
+    assert torch.equal(found, wanted)
+    assert eos or found.shape[1] == max(10, min(length, 21))
+
+
+def test_a_length_past_the_positions_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = made("llama", max_position_embeddings=15)
+    model.generation_config.eos_token_id = None
+    logging.getLogger("transformers").propagate = True
+    generated(model, True, do_sample=False)
+    assert "exceeded the model's predefined maximum length (15)" in caplog.text
 
 
 class Replayed:

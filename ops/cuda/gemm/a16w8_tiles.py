@@ -38,8 +38,8 @@ LEAST_STAGES: Final = 2  # in a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _MOST_AHEAD: Final = 6
 _LONG: Final = 8  # stages of K, of a block's part that may not be read early
-# Clusters, by their blocks, that find room at once on an H200 with two blocks on a multiprocessor: of 4 blocks 56 do, 64
-# do not; of 7 blocks 36 do not.
+# Clusters, by their blocks, that find room at once on an H200 with two blocks on a multiprocessor: of 4 blocks 56 do,
+# and 64 do not; of 7 blocks 36 do not.
 _ROOM: Final = {4: 56, 6: 39, 7: 35, 8: 30}
 _BESIDE: Final = ("second", "third")  # weights beside the first one
 
