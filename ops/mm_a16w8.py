@@ -62,7 +62,8 @@ MM_A16W8_SILU_MUL_SCHEMA: Final = (
     "mm_a16w8_silu_mul(Tensor x, Tensor w, Tensor w_scale, Tensor w_up, Tensor w_up_scale, int[2] w_block) -> Tensor"
 )
 MM_A16W8_SIBLINGS_SCHEMA: Final = (
-    "mm_a16w8_siblings(Tensor x, Tensor[] w, Tensor[] w_scale, int[2] w_block, bool constant=False) -> Tensor[]"
+    "mm_a16w8_siblings(Tensor x, Tensor[] w, Tensor[] w_scale, Tensor?[] bias, int[2] w_block, bool constant=False) "
+    "-> Tensor[]"
 )
 # Rows up to which computing them in each block was measured to take less than a launch; more were not tried.
 MOST_GATED_ROWS: Final = 8

@@ -85,6 +85,14 @@ class ScaledProduct(_Product):
         return min(self.expected_rows or -(-self.m // ROOM_FOR_A_ROW), self.m)
 
 
+class Beside(NamedTuple):
+    """The weight, the bias and the output of a product beside another one of the same `x`."""
+
+    w: Quantized
+    bias: Tensor | None
+    out: Tensor
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WeightProduct(_Product):
     """`out (B?, M, N) = x (B?, M, K) @ w (B?, K, N) + bias` of 16 or 32 bits by a quantized weight.
@@ -93,7 +101,7 @@ class WeightProduct(_Product):
     nothing that may still run writes `w`. With `offsets (E,)` the product is one of groups of rows of `x` beside `w (E,
     K, N)` and `bias (E, N)`. With `up (M, K)` the rows are `silu(x) * up`, rounded to the type of `x`. With `w_up`,
     whose scales lie as those of `w`, `out` is `silu(x @ w) * (x @ w_up)`, each product rounded to the type of `out`.
-    `beside` holds further weights, each with the output of its product by `x`.
+    `beside` holds the products of `x` by further weights, whose biases lie as `bias`.
     """
 
     x: Tensor
@@ -102,7 +110,7 @@ class WeightProduct(_Product):
     constant: bool = False
     up: Tensor | None = None
     w_up: Quantized | None = None
-    beside: tuple[tuple[Quantized, Tensor], ...] = ()
+    beside: tuple[Beside, ...] = ()
 
     @property
     def k(self) -> int:
@@ -110,7 +118,7 @@ class WeightProduct(_Product):
 
     @property
     def outputs(self) -> Outputs:
-        outs = {"out": self.out, **dict(zip(OUTS_BESIDE, (out for _, out in self.beside), strict=False))}
+        outs = {"out": self.out, **dict(zip(OUTS_BESIDE, (each.out for each in self.beside), strict=False))}
         return Outputs(outs, len(outs))
 
     def as_matrix(self) -> WeightProduct:

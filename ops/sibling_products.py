@@ -18,7 +18,7 @@ from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred
 from fp8fn.ops.mm_a16w8 import check_weight_operands, unserved
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.products import Beside, WeightProduct
 from fp8fn.ops.scaled_mm import empty_output
 from fp8fn.ops.targets import Target
 
@@ -32,53 +32,71 @@ MOST_SIBLINGS: Final = 3
 _NAME: Final = "mm_a16w8_siblings"
 
 
-def _checked(x: Tensor, w: Sequence[Tensor], w_scale: Sequence[Tensor], w_block: Sequence[int]) -> list[Quantized]:
+def _checked(
+    x: Tensor, w: Sequence[Tensor], w_scale: Sequence[Tensor], bias: Sequence[Tensor | None], w_block: Sequence[int]
+) -> list[Quantized]:
     """The weights, or the error that says which argument is wrong and what would work."""
-    if len(w) != len(w_scale) or not FEWEST_SIBLINGS <= len(w) <= MOST_SIBLINGS:
-        raise ValueError(f"{_NAME}: {len(w)} w and {len(w_scale)} w_scale; pass two or three of each")
+    if not len(w) == len(w_scale) == len(bias) or not FEWEST_SIBLINGS <= len(w) <= MOST_SIBLINGS:
+        raise ValueError(f"{_NAME}: {len(w)} w, {len(w_scale)} w_scale and {len(bias)} bias; pass two or three of each")
     for name, tensor, sizes in (("x", x, "M, K"), *((f"w[{i}]", each, "K, N") for i, each in enumerate(w))):
         if tensor.ndim != 2:
             raise ValueError(f"{_NAME}: {name} has shape {tuple(tensor.shape)}; it must be ({sizes})")
-    blocks = [check_weight_operands(_NAME, x, (*each, w_block), None, None) for each in zip(w, w_scale, strict=True)]
+    blocks = []
+    for i, (data, scale, row) in enumerate(zip(w, w_scale, bias, strict=True)):
+        blocks.append(check_weight_operands(_NAME, x, (data, scale, w_block), row, None))
+        if row is not None and row.shape != data.shape[1:]:
+            raise ValueError(f"{_NAME}: bias[{i}] has shape {tuple(row.shape)}; it must be ({data.shape[1]},)")
     return [Quantized(*each) for each in zip(w, w_scale, blocks, strict=True)]
 
 
 def mm_a16w8_siblings_reference(
-    x: Tensor, w: Sequence[Tensor], w_scale: Sequence[Tensor], w_block: Sequence[int], constant: bool = False
-) -> list[Tensor]:
+    x: Tensor, w: Sequence[Tensor], w_scale: Sequence[Tensor], bias: Sequence[Tensor | None], w_block: Sequence[int],
+    constant: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """`constant` has no effect here."""
-    return [reference.mm_a16w8(x, each, None, x.dtype) for each in _checked(x, w, w_scale, w_block)]
+    weights = _checked(x, w, w_scale, bias, w_block)
+    return [reference.mm_a16w8(x, *each, x.dtype) for each in zip(weights, bias, strict=True)]
 
 
 def mm_a16w8_siblings_fake(
-    x: Tensor, w: Sequence[Tensor], w_scale: Sequence[Tensor], w_block: Sequence[int], constant: bool = False
-) -> list[Tensor]:
-    return [empty_output(x, each.data, x.dtype) for each in _checked(x, w, w_scale, w_block)]
+    x: Tensor, w: Sequence[Tensor], w_scale: Sequence[Tensor], bias: Sequence[Tensor | None], w_block: Sequence[int],
+    constant: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    return [empty_output(x, each.data, x.dtype) for each in _checked(x, w, w_scale, bias, w_block)]
 
 
 def mm_a16w8_siblings_kernel(
-    x: Tensor, w: Sequence[Tensor], w_scale: Sequence[Tensor], w_block: Sequence[int], constant: bool = False
-) -> list[Tensor]:
+    x: Tensor, w: Sequence[Tensor], w_scale: Sequence[Tensor], bias: Sequence[Tensor | None], w_block: Sequence[int],
+    constant: bool = False,
+) -> list[Tensor]:  # fmt: skip
     constant = constant or graph_capture.readable(*w, *w_scale)
-    weights = [*chain.from_iterable(zip(w, w_scale, strict=True)), None, None]
-    return [*MM_A16W8_SIBLINGS((x, *weights[: 2 * MOST_SIBLINGS]), (tuple(w_block), constant))]
+    given = [*chain.from_iterable(zip(w, w_scale, bias, strict=True)), None, None, None]
+    return [*MM_A16W8_SIBLINGS((x, *given[: 3 * MOST_SIBLINGS]), (tuple(w_block), constant))]
 
 
-def serves_siblings(x: Tensor, weights: Sequence[Quantized], target: Target, *, constant: bool = False) -> str | None:
+def serves_siblings(
+    x: Tensor, weights: Sequence[Quantized], biases: Sequence[Tensor | None], target: Target, *, constant: bool = False
+) -> str | None:
     """None where one launch computes the products on a GPU, else why not."""
-    product = _product(x, weights, target, constant)
+    product = _product(x, weights, biases, target, constant)
     return unserved(product) or _accepts(product)
 
 
-def _product(x: Tensor, weights: Sequence[Quantized], target: Target, constant: bool) -> WeightProduct:
-    (first, out), *others = ((each, empty_output(x, each.data, x.dtype)) for each in weights)
-    return WeightProduct(x=x, w=first, out=out, beside=tuple(others), target=target, constant=constant)
+def _product(
+    x: Tensor, weights: Sequence[Quantized], biases: Sequence[Tensor | None], target: Target, constant: bool
+) -> WeightProduct:
+    (w, bias, out), *others = (
+        Beside(each, row, empty_output(x, each.data, x.dtype)) for each, row in zip(weights, biases, strict=True)
+    )
+    return WeightProduct(x=x, w=w, bias=bias, out=out, beside=tuple(others), target=target, constant=constant)
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:
     (x, *given), (w_block, constant) = tensors, values
-    w, w_scale = ([each for each in part if each is not None] for part in (given[::2], given[1::2]))
-    return _product(x, _checked(x, w, w_scale, w_block), targets.target_of(x.device), constant)
+    count = sum(each is not None for each in given[::3])
+    w, w_scale, bias = (given[place::3][:count] for place in range(3))
+    weights = _checked(x, w, w_scale, bias, w_block)
+    return _product(x, weights, bias, targets.target_of(x.device), constant)
 
 
 def _accepts(product: WeightProduct) -> str | None:
@@ -86,15 +104,18 @@ def _accepts(product: WeightProduct) -> str | None:
 
 
 def _one_by_one(product: WeightProduct) -> list[Tensor]:
-    weights = (product.w, *(each for each, _ in product.beside))
-    return [torch.ops.fp8fn.mm_a16w8(product.x, *each, constant=product.constant) for each in weights]
+    every = (Beside(product.w, product.bias, product.out), *product.beside)
+    return [torch.ops.fp8fn.mm_a16w8(product.x, *w, bias, constant=product.constant) for w, bias, _ in every]
 
 
 MM_A16W8_SIBLINGS: Final = Dispatch(
     op=_NAME,
-    inputs=("x", "w", "w_scale", "w_second", "w_second_scale", "w_third", "w_third_scale"),
+    inputs=(
+        "x", "w", "w_scale", "bias", "w_second", "w_second_scale", "bias_second", "w_third", "w_third_scale",
+        "bias_third",
+    ),
     operands=_operands,
     kernels=(Kernel("cuda_tiles", _accepts, a16w8_tiles.configure, a16w8_tiles.plan),),
     reference=_one_by_one,
     unserved=unserved,
-)
+)  # fmt: skip

@@ -30,6 +30,7 @@ MOST_ROWS: Final = 16
 _PRODUCT: Final = torch.ops.fp8fn.mm_a16w8.default
 _OP: Final = torch.ops.fp8fn.mm_a16w8_siblings.default
 _GIVEN: Final = ("placeholder", "get_attr")
+_PARTS: Final = ("w", "w_scale", "bias")
 
 
 def substitute(graph: Graph) -> Iterator[Substitution]:
@@ -39,7 +40,8 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
         given = arguments_of(node)
         if _is_plain(given):
             w = tensor_of(given["w"])
-            key = reshaped_of(given["x"]), w.dtype, w.shape[0], (*given["w_block"],), given["constant"]
+            bias = given["bias"] and tensor_of(given["bias"]).dtype
+            key = reshaped_of(given["x"]), w.dtype, w.shape[0], (*given["w_block"],), given["constant"], bias
             families.setdefault(key, []).append(node)
     for family in families.values():
         for first in range(0, len(family), MOST_SIBLINGS):
@@ -55,7 +57,6 @@ def _is_plain(given: dict[str, Any]) -> bool:
         len(sizes) == 4
         and all(isinstance(size, int) for size in sizes)
         and 0 < x.shape[0] <= MOST_ROWS
-        and given["bias"] is None
         and not given["batch_invariant"]
         and given["out_dtype"] in (None, x.dtype)
     )
@@ -70,8 +71,8 @@ def _joined(graph: Graph, siblings: list[Node]) -> Iterator[Substitution]:
         for node, each in zip(siblings, given, strict=True)
     ]
     if reason is None:
-        weights = [[each[name] for each in given] for name in ("w", "w_scale")]
-        for node in chain(*weights):
+        weights = [[each[name] for each in given] for name in _PARTS]
+        for node in filter(None, chain(*weights)):
             _move(node, siblings[0])
         with graph.inserting_before(siblings[0]):
             all_of = graph.call_function(
@@ -107,15 +108,21 @@ def _why_not(given: list[dict[str, Any]]) -> str | None:
     x = tensor_of(given[0]["x"])
     if not all(same_sizes(tensor_of(each["x"]).shape, x.shape) for each in given):
         return "their rows differ in shape"
-    if not all(each[name].op in _GIVEN or _views(each[name]) for each in given[1:] for name in ("w", "w_scale")):
-        return "a weight is computed in the graph"
+    parts = [part for each in given[1:] for name in _PARTS if (part := each[name]) is not None]
+    if not all(part.op in _GIVEN or _views(part) for part in parts):
+        return "a weight or a bias is computed in the graph"
     target = targets.target_of(x.device)
     if target.backend == "cpu":
         return None
     rows, weights = sized(x), [weight for each in given if (weight := weight_of(each)) is not None]
-    if rows is None or len(weights) < len(given):
+    biases = [None if each["bias"] is None else sized(tensor_of(each["bias"])) for each in given]
+    if (
+        rows is None
+        or len(weights) < len(given)
+        or any(row is None and each["bias"] is not None for row, each in zip(biases, given, strict=True))
+    ):
         return "a size is not known"
     if not all(begins_aligned(node) for node in (given[0]["x"], *(each["w"] for each in given))):
         return "x or a weight does not begin at a multiple of 16 bytes"
-    reason = serves_siblings(rows, weights, target, constant=given[0]["constant"]) or nvrtc.unavailable()
+    reason = serves_siblings(rows, weights, biases, target, constant=given[0]["constant"]) or nvrtc.unavailable()
     return None if reason is None else f"no kernel for it: {reason}"

@@ -44,6 +44,12 @@ class Projections(nn.Module):
         return [linear(rows).relu() for linear, rows in zip(self.each, self.rows(x), strict=True)]
 
 
+class OneBias(Projections):
+    def __init__(self, *widths: int) -> None:
+        super().__init__(*widths)
+        self.each[0].bias = nn.Parameter(torch.randn(widths[0]).to(BF16), requires_grad=False)
+
+
 class OfTwo(Projections):
     """The second product is of other rows."""
 
@@ -75,8 +81,9 @@ def assert_right(found: Any, model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("shape", [(1, WIDTH), (16, WIDTH), (2, 3, WIDTH), (1, 1, WIDTH)], ids=str)
 @pytest.mark.parametrize("widths", [(384, 256, 256), (384, 384)], ids=str)
-def test_few_rows_by_two_or_three_weights(widths: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    model, x = Projections(*widths), torch.randn(*shape).to(BF16)
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_by_two_or_three_weights(bias: bool, widths: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    model, x = Projections(*widths, bias=bias), torch.randn(*shape).to(BF16)
     found, reports = run(model, x)
     rows = x.shape[:-1].numel()
     assert [(each.made, each.reason, each.shape) for each in reports] == [
@@ -97,7 +104,7 @@ def test_more_than_three_are_taken_by_threes() -> None:
     ("kind", "options", "rows"),
     [
         (Projections, {}, 17),
-        (Projections, {"bias": True}, 4),
+        (OneBias, {}, 4),
         (OfTwo, {}, 4),
         (Chained, {}, 4),
         (Projections, {"blocks": ((128, 128), (1, 128))}, 4),
@@ -125,7 +132,7 @@ def test_a_weight_that_is_computed_stays() -> None:
         return [y.relu(), fp8fn.gemm(x, other.mT).relu()]
 
     _, reports = run(products, torch.randn(4, WIDTH).to(BF16))
-    assert [each.reason for each in reports] == ["a weight is computed in the graph"] * 2
+    assert [each.reason for each in reports] == ["a weight or a bias is computed in the graph"] * 2
 
 
 def test_gate_and_up_beside_the_product_that_reads_them() -> None:
@@ -163,8 +170,9 @@ def test_a_graph_on_hopper_is_planned_as_the_kernel_takes_it(monkeypatch: pytest
     monkeypatch.setattr(sibling_products.targets, "target_of", lambda device: SM90)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     x = torch.randn(1, WIDTH).to(BF16)
-    _, reports = run(Projections(384, 256), x)
-    assert [(each.made, each.reason) for each in reports] == [(OP, None)] * 2
+    for bias in (False, True):
+        _, reports = run(Projections(384, 256, bias=bias), x)
+        assert [(each.made, each.reason) for each in reports] == [(OP, None)] * 2
     _, reports = run(Projections(384, 256, dtype=FP32), x.float())
     reason = "no kernel for it: w_second: x has dtype torch.float32, not 16 bits"
     assert [(each.made, each.reason) for each in reports] == [("", reason)] * 2
@@ -175,10 +183,12 @@ def test_a_graph_on_hopper_is_planned_as_the_kernel_takes_it(monkeypatch: pytest
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_values_on_a_gpu(rows: int) -> None:
     """Also in a CUDA graph, where the weights are read before the launch ahead has ended."""
-    model = Projections(4096, 1024, 1024).cuda()
+    model = Projections(4096, 1024, 1024, bias=True).cuda()
     x = torch.randn(rows, WIDTH, device="cuda", dtype=BF16)
     with torch.no_grad():
-        exact = [(x.double() @ each.weight.dequantize(FP32).double().mT).relu() for each in model.each]
+        exact = [
+            (x.double() @ each.weight.dequantize(FP32).double().mT + each.bias.double()).relu() for each in model.each
+        ]
         for options in ({}, {"triton.cudagraphs": True}):
             torch._dynamo.reset()
             compiled = torch.compile(model, backend="fp8fn", fullgraph=True, options=options)

@@ -51,7 +51,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, matrix_strides
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
+from fp8fn.ops.products import Beside, RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization, Source
 from fp8fn.ops.quantize_silu_mul import (
     quantize_silu_mul_backward_reference,
@@ -253,20 +253,20 @@ def _gated_rows_by_weight(m: int, n: int, k: int, place: Place, dtype: torch.dty
 def _sibling_products(
     m: int, widths: tuple[int, ...], k: int, place: Place, dtype: torch.dtype
 ) -> tuple[Operands, WeightProduct]:
-    """Products of one `x` by weights of `widths` columns, whose scales lie as those of `nn.Linear`."""
+    """Products of one `x` by weights of `widths` columns."""
     operands = Operands(place)
     x = operands.input("x", (m, k), dtype)
-    names = [("w", "out"), *((f"w_{each}", f"out_{each}") for each in ("second", "third"))][: len(widths)]
-    weights = [
-        operands.quantized(name, (k, n), (128, 128), column_major=True)
-        for (name, _), n in zip(names, widths, strict=True)
-    ]
-    outs = [operands.output(name, (m, n), dtype) for (_, name), n in zip(names, widths, strict=True)]
+    made = {}
+    for name, n in zip(("", "_second", "_third"), widths, strict=False):
+        w = operands.quantized(f"w{name}", (k, n), (128, 128), column_major=True)
+        bias = operands.input(f"bias{name}", (n,), torch.float32)
+        made[f"out{name}"] = Beside(w, bias, operands.output(f"out{name}", (m, n), dtype))
     operands.expected = lambda: {
-        name: kernel_info.product(x, dequantized(w)) for (_, name), w in zip(names, weights, strict=True)
+        name: kernel_info.product(x, dequantized(each.w), each.bias) for name, each in made.items()
     }
-    beside = tuple(zip(weights[1:], outs[1:], strict=True))
-    return operands, WeightProduct(x=x, w=weights[0], out=outs[0], beside=beside, target=SM90)
+    first, *beside = made.values()
+    product = WeightProduct(x=x, w=first.w, bias=first.bias, out=first.out, beside=tuple(beside), target=SM90)
+    return operands, product
 
 
 def _gated_product(
@@ -771,7 +771,7 @@ CUDA: Final = (
         emulated=(
             "M1 8x64", "M8 constant", "M16 K", "gated 8x64", "gated constant", "siblings 8x64", "siblings constant",
         ),
-        nan=(*_WEIGHT_NAN, "gate", "up", *_BESIDE),
+        nan=(*_WEIGHT_NAN, "gate", "up", *_BESIDE, "bias_second", "bias_third"),
         far=(*_WEIGHT_FAR, ("gate", -2), ("up", -2), ("w_second", -1), ("w_third", -1)),
     ),
     KernelInfo(

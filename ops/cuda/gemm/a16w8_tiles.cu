@@ -21,7 +21,7 @@
 // GATED: the rows are silu(x) * up, computed in float32 and rounded to the type of x when they are split. Each block
 // computes those of its part of K.
 //
-// BESIDE: further blocks multiply the same x by further weights, each into its own output.
+// BESIDE: further blocks multiply the same x by further weights, each with its bias, into its own output.
 //
 // Shared memory: w (STAGES, BN, BK), the cluster's sums, the mbarriers, x (count, PARTS * ROWS, BK), scales of x and of
 // w.
@@ -58,15 +58,17 @@ static_assert(ITEMS % X_ROWS == 0);
 static_assert(READY <= HELD && (READY == 0 || W_CONSTANT));
 static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STAGES_ON), "all of x is loaded at once");
 
+#define MAP const __grid_constant__ TensorMap
 using Scales = const float*;
+using Bias = const BiasType*;
 using Out = OutType*;
 #if BESIDE > 0
-#define SECOND_WEIGHT , const __grid_constant__ TensorMap w_second, Scales w_second_scale, Out out_second, int n_second
+#define SECOND_WEIGHT , MAP w_second, Scales w_second_scale, Bias bias_second, Out out_second, int n_second
 #else
 #define SECOND_WEIGHT
 #endif
 #if BESIDE > 1
-#define THIRD_WEIGHT , const __grid_constant__ TensorMap w_third, Scales w_third_scale, Out out_third, int n_third
+#define THIRD_WEIGHT , MAP w_third, Scales w_third_scale, Bias bias_third, Out out_third, int n_third
 #else
 #define THIRD_WEIGHT
 #endif
@@ -83,18 +85,21 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows that a warp branches as one
     const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
-    // The weight of this block with its scales, output and columns, and the tile among its columns.
+    // The weight of this block with its scales, bias, output and columns, and the tile among its columns.
     const TensorMap* own_w = &w;
-    const float* own_scale = w_scale;
-    OutType* own_out = out;
+    Scales own_scale = w_scale;
+    [[maybe_unused]] Bias own_bias = bias;
+    Out own_out = out;
     int N = n, tile = blockIdx.x / CLUSTER;
 #if BESIDE > 0
     if (const int before = (N + BN - 1) / BN; tile >= before)
-        own_w = &w_second, own_scale = w_second_scale, own_out = out_second, N = n_second, tile -= before;
+        own_w = &w_second, own_scale = w_second_scale, own_bias = bias_second, own_out = out_second, N = n_second,
+        tile -= before;
 #endif
 #if BESIDE > 1
     if (const int before = (N + BN - 1) / BN; own_w == &w_second && tile >= before)
-        own_w = &w_third, own_scale = w_third_scale, own_out = out_third, N = n_third, tile -= before;
+        own_w = &w_third, own_scale = w_third_scale, own_bias = bias_third, own_out = out_third, N = n_third,
+        tile -= before;
 #endif
     const int tile_n = tile * BN, first_m = blockIdx.y * ROWS;
     const int rows = min(M - first_m, ROWS);
@@ -166,7 +171,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
         read();
     }
     [[maybe_unused]] float2 biases[PAIRS];
-    if constexpr (HAS_BIAS) read_biases(biases, bias, 0, pair_n, room, bias_n);
+    if constexpr (HAS_BIAS) read_biases(biases, own_bias, 0, pair_n, room, bias_n);
     // Split x into FP8 parts, in shared memory, with a scale for each row and K tile.
     for (int first = 0; first < (HELD > 0 ? 1 : count); first += AHEAD * STAGES_ON) {
         auto place = [&](int p) { return to + p * STAGES_ON * X_BYTES; };

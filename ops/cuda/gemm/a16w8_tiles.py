@@ -9,6 +9,7 @@ from itertools import product as every
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm.operands import (
@@ -145,17 +146,24 @@ def accepts(product: WeightProduct) -> str | None:
 
 def accepts_beside(product: WeightProduct) -> str | None:
     """None for products by several weights that `plan` takes in one launch, else the reason why not."""
-    if product.bias is not None or product.up is not None:
-        return "it has a bias, or its rows are computed"
-    for name, (weight, out) in zip(_BESIDE, product.beside, strict=False):
+    if product.up is not None:
+        return "its rows are computed"
+    for name, (weight, bias, out) in zip(_BESIDE, product.beside, strict=False):
+        other = replace(product, w=weight, bias=bias, out=out, beside=())
         if (weight.block, weight.data.dtype) != (product.w.block, product.w.data.dtype):
             return f"w and w_{name} differ in block or type"
-        if column_steps(product) != column_steps(replace(product, w=weight)):
-            scale, other = product.w.scale.stride(), weight.scale.stride()
-            return f"the scales of w have strides {scale} and those of w_{name} {other}"
-        if (reason := accepts(replace(product, w=weight, out=out, beside=()))) is not None:
+        if _dtype(bias) != _dtype(product.bias):
+            return f"the biases of w and w_{name} differ in type, or one has none"
+        if column_steps(product) != column_steps(other):
+            scale, its = product.w.scale.stride(), weight.scale.stride()
+            return f"scales or biases lie otherwise: the scales of w have strides {scale}, those of w_{name} {its}"
+        if (reason := accepts(other)) is not None:
             return f"w_{name}: {reason}"
     return accepts(replace(product, beside=()))
+
+
+def _dtype(x: Tensor | None) -> torch.dtype | None:
+    return None if x is None else x.dtype
 
 
 def untuned(product: WeightProduct) -> str | None:
@@ -171,7 +179,7 @@ def untuned(product: WeightProduct) -> str | None:
 
 def configure(product: WeightProduct) -> A16W8TilesConfig:
     """The default configuration of a product, see `choose_config`; that of several is that of their columns' number."""
-    columns = product.n + sum(out.shape[-1] for _, out in product.beside)
+    columns = product.n + sum(each.out.shape[-1] for each in product.beside)
     return choose_config(weight_problem(product)._replace(n=columns))
 
 
@@ -324,12 +332,12 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
     }  # fmt: skip
     box, tiles_n = (1, config.BN, STAGE_K), -(-n // config.BN)
     others: dict[str, Argument] = {}
-    for name, (weight, its_out) in zip(_BESIDE, product.beside, strict=False):
+    for name, (weight, its_bias, its_out) in zip(_BESIDE, product.beside, strict=False):
         columns = its_out.shape[-1]
         tiles_n += -(-columns // config.BN)
         others |= {
             f"w_{name}": TensorMap(as_batch(weight.data.mT), box, 128), f"w_{name}_scale": weight.scale,
-            f"out_{name}": its_out, f"n_{name}": columns,
+            f"bias_{name}": its_bias, f"out_{name}": its_out, f"n_{name}": columns,
         }  # fmt: skip
     grid = tiles_n * config.CLUSTER, -(-m // config.ROWS), 1
     wgmma = Wgmma(PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")

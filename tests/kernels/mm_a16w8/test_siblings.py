@@ -17,7 +17,7 @@ from fp8fn.ops import sibling_products as op
 from fp8fn.ops.cuda.gemm import a16w8_tiles
 from fp8fn.ops.cuda.gemm.a16w8_tiles import A16W8TilesConfig, accepts_beside
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.products import Beside, WeightProduct
 from fp8fn.ops.targets import GFX942, SM90, Target
 from support.accuracy import snr
 from support.compilers import assert_well_compiled, needs_nvrtc
@@ -49,7 +49,7 @@ def as_of_linear(w: ScaledTensor) -> ScaledTensor:
 
 def launched(
     x: Tensor, weights: list[ScaledTensor], config: A16W8TilesConfig | None = None, *, constant: bool = False,
-    backwards: bool = False,
+    backwards: bool = False, biases: list[Tensor] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Each product between two guards, in memory that was NaN before; on the CPU they are emulated."""
     memories = [torch.full((x.shape[0] * w.shape[-1] + 128,), 7.0, dtype=x.dtype, device=x.device) for w in weights]
@@ -57,8 +57,8 @@ def launched(
         memory[64:-64].view(x.shape[0], w.shape[-1]).fill_(torch.nan)
         for memory, w in zip(memories, weights, strict=True)
     ]
-    beside = tuple((quantized(w), out) for w, out in zip(weights[1:], outs[1:], strict=True))
-    given = weight_product(x, weights[0], outs[0], beside=beside, constant=constant)
+    first, *beside = map(Beside, map(quantized, weights), biases or [None] * len(weights), outs)
+    given = weight_product(x, weights[0], outs[0], bias=first.bias, beside=tuple(beside), constant=constant)
     (launch,) = a16w8_tiles.plan(given, config or a16w8_tiles.configure(given))
     if x.device.type == "cpu":
         emulate(launch, backwards=backwards)
@@ -100,6 +100,16 @@ def test_the_default_configuration(widths: tuple[int, ...], block: tuple[int, in
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_each_product_has_its_bias(dtype: torch.dtype) -> None:
+    x, weights = torch.randn(4, 256).bfloat16(), [of_linear(256, n, (128, 128)) for n in WIDTHS[1]]
+    biases = [torch.randn(n).to(dtype) for n in WIDTHS[1]]
+    for config in (None, CONFIGS[1]):
+        found = launched(x, weights, config, biases=biases, constant=config is None)
+        assert all(snr(out, exact(x, w, b)) > 45 for out, w, b in zip(found, weights, biases, strict=True))
+
+
+@needs_compiler
 def test_what_is_not_finite_stays_in_its_product() -> None:
     x, weights = torch.randn(4, 256).bfloat16(), [of_linear(256, n, (128, 128)) for n in WIDTHS[0]]
     clean = launched(x, weights)
@@ -120,7 +130,8 @@ def test_the_op_keeps_its_call_and_takes_pointers_in_order() -> None:
             for constant in (False, True, False, True):
                 x = torch.randn(3, 256).bfloat16()
                 weights = [of_linear(256, n, (128, 128)) for n in WIDTHS[0][:count]]
-                parts = [w.data for w in weights], [w.scale for w in weights]
+                biases = [torch.randn(n) for n in WIDTHS[0][:count]]
+                parts = [w.data for w in weights], [w.scale for w in weights], biases
                 found = op.mm_a16w8_siblings_kernel(x, *parts, (128, 128), constant)
                 expected = op.mm_a16w8_siblings_reference(x, *parts, (128, 128))
                 assert [out.dtype for out in found] == [BF16] * count
@@ -132,11 +143,11 @@ def test_the_op_keeps_its_call_and_takes_pointers_in_order() -> None:
 def given(**changes: Any) -> dict[str, Any]:
     weights = [weight(256, n, (128, 128)) for n in (64, 32)]
     whole = {"x": torch.randn(2, 256).bfloat16(), "w": [w.data for w in weights], "w_scale": [w.scale for w in weights]}
-    return {**whole, "w_block": (128, 128), **changes}
+    return {**whole, "bias": [None, None], "w_block": (128, 128), **changes}
 
 
 def test_opcheck(fp8_opcheck: Callable[..., dict[str, str]]) -> None:
-    for changes in ({}, {"constant": True}):
+    for changes in ({}, {"constant": True}, {"bias": [torch.randn(64), torch.randn(32)]}):
         found = fp8_opcheck(torch.ops.fp8fn.mm_a16w8_siblings.default, (), given(**changes))
         assert set(found.values()) == {"SUCCESS"}
 
@@ -144,8 +155,10 @@ def test_opcheck(fp8_opcheck: Callable[..., dict[str, str]]) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"w_scale": []}, ValueError, "2 w and 0 w_scale; pass two or three of each"),
-        ({"w": [], "w_scale": []}, ValueError, "0 w and 0 w_scale; pass two or three of each"),
+        ({"w_scale": []}, ValueError, "2 w, 0 w_scale and 2 bias; pass two or three of each"),
+        ({"bias": []}, ValueError, "2 w, 2 w_scale and 0 bias; pass two or three of each"),
+        ({"w": [], "w_scale": [], "bias": []}, ValueError, "0 w, 0 w_scale and 0 bias; pass two or three of each"),
+        ({"bias": [None, torch.zeros(64)]}, ValueError, r"bias\[1\] has shape \(64,\); it must be \(32,\)"),
         ({"x": torch.empty(2, 2, 256)}, ValueError, r"x has shape \(2, 2, 256\); it must be \(M, K\)"),
         ({"x": torch.empty(2, 128)}, ValueError, r"has K=128 and w \(256, 64\) has K=256"),
         ({"x": torch.empty(2, 256, dtype=torch.int8)}, TypeError, "x has dtype torch.int8"),
@@ -158,17 +171,22 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], words:
 
 
 def test_no_kernel_means_one_op_each() -> None:
-    (x, w, w_scale, block) = given().values()
-    found = op.MM_A16W8_SIBLINGS((x, w[0], w_scale[0], w[1], w_scale[1], None, None), (block, False))
-    for out, *each in zip(found, w, w_scale, strict=True):
-        assert torch.equal(out, torch.ops.fp8fn.mm_a16w8(x, *each, block))
+    x, w, w_scale, _, block = given().values()
+    bias = torch.randn(64)
+    tensors = (x, w[0], w_scale[0], bias, w[1], w_scale[1], None, None, None, None)
+    found = op.MM_A16W8_SIBLINGS(tensors, (block, False))
+    for out, *each, row in zip(found, w, w_scale, (bias, None), strict=True):
+        assert torch.equal(out, torch.ops.fp8fn.mm_a16w8(x, *each, block, row))
 
 
 def test_what_one_launch_takes() -> None:
     x = torch.empty(4, 256, dtype=BF16, device="meta")
 
-    def reason(*weights: ScaledTensor, rows: int = 4, target: Target = SM90) -> str | None:
-        return op.serves_siblings(x[:1].expand(rows, -1).clone(), [quantized(w) for w in weights], target)
+    def reason(
+        *weights: ScaledTensor, rows: int = 4, target: Target = SM90, biases: tuple[Tensor | None, ...] = ()
+    ) -> str | None:
+        each = [quantized(w) for w in weights]
+        return op.serves_siblings(x[:1].expand(rows, -1).clone(), each, biases or [None] * len(each), target)
 
     first, second = (of_linear(256, n, (128, 128)).to("meta") for n in (70, 3))
     assert reason(first, second) is None
@@ -177,11 +195,15 @@ def test_what_one_launch_takes() -> None:
     other = of_linear(256, 70, (128, 1)).to("meta")
     assert reason(first, second, other) == "w and w_third differ in block or type"
     wide = operand(256, 200, (128, 128)).to("meta")
-    assert "the scales of w have strides (1, 2) and those of w_second (" in (reason(first, wide) or "")
+    assert "the scales of w have strides (1, 2), those of w_second (" in (reason(first, wide) or "")
+    row = torch.empty(70, device="meta")
+    assert reason(first, second, biases=(row, row[:3])) is None
+    assert reason(first, second, biases=(row, None)) == "the biases of w and w_second differ in type, or one has none"
+    assert "biases lie otherwise" in (reason(first, second, biases=(row, row[:6:2])) or "")
     lines = as_of_linear(operand(256, 64, (128, 128), contiguous="N")).to("meta")
     assert reason(first, lines) == "w_second: columns of w are not contiguous"
-    product = weight_product(x, first, x.new_empty(4, 70), bias=x.new_empty(70))
-    assert accepts_beside(product) == "it has a bias, or its rows are computed"
+    product = weight_product(x, first, x.new_empty(4, 70), up=x)
+    assert accepts_beside(product) == "its rows are computed"
 
 
 def unwritten(m: int, k: int, widths: tuple[int, ...], *, constant: bool) -> WeightProduct:
@@ -193,8 +215,8 @@ def unwritten(m: int, k: int, widths: tuple[int, ...], *, constant: bool) -> Wei
         )
         for n in widths
     ]
-    (first, out), *others = ((w, x.new_empty(m, w.data.shape[1])) for w in weights)
-    return WeightProduct(x=x, w=first, out=out, beside=tuple(others), target=SM90, constant=constant)
+    first, *others = (Beside(w, None, x.new_empty(m, w.data.shape[1])) for w in weights)
+    return WeightProduct(x=x, w=first.w, out=first.out, beside=tuple(others), target=SM90, constant=constant)
 
 
 @needs_nvrtc
@@ -240,8 +262,9 @@ def test_the_shapes_of_models_on_a_gpu(hopper: Target) -> None:
         for m in (1, 5, 16):
             operands = [on_gpu(m, n, k, (128, 128)) for n in widths]
             x, weights = operands[0][0], [as_of_linear(w) for _, w in operands]
-            parts = [w.data for w in weights], [w.scale for w in weights]
+            biases = [torch.randn(n, device="cuda", dtype=BF16) for n in widths]
+            parts = [w.data for w in weights], [w.scale for w in weights], biases
             first = torch.ops.fp8fn.mm_a16w8_siblings(x, *parts, (128, 128))
-            assert all(snr(out, exact(x, w)) > 45 for out, w in zip(first, weights, strict=True))
+            assert all(snr(out, exact(x, w, b)) > 45 for out, w, b in zip(first, weights, biases, strict=True))
             for _ in range(100):
                 assert all(map(torch.equal, torch.ops.fp8fn.mm_a16w8_siblings(x, *parts, (128, 128)), first))
