@@ -163,8 +163,7 @@ def model_step(model: Any, token: Tensor, cache: Any, mask: Tensor | None, posit
 def _compiled(model: Any, batch: int, how: Mapping[str, Any]) -> _Compiled:
     """`model_step`, compiled once for a model, a number of sequences and a configuration.
 
-    Each is a function of its own, because torch.compile gives up on one that it has compiled eight times. Between calls
-    the length of the cache changes, for which it is compiled once more.
+    Each is a function of its own, because torch.compile gives up on one that it has compiled eight times.
     """
     steps = _STEPS.setdefault(model, {})
     if batch not in steps or steps[batch].how != how:
@@ -204,6 +203,16 @@ def _captured_beside(replayed_on: Any) -> tuple[Any, Any]:
     return stream, first
 
 
+def _mark_length(cache: Any, mask: Tensor | None) -> None:
+    """Tells torch.compile that caches of other lengths follow: it would find out by compiling the step again."""
+    marked = _dynamo().maybe_mark_dynamic
+    for layer in cache.layers:
+        marked(layer.keys, 2)
+        marked(layer.values, 2)
+    if mask is not None:
+        marked(mask, 1)
+
+
 class _Steps:
     """The steps after a prompt; on a GPU the replays of a CUDA graph, which cost the host no guards."""
 
@@ -218,6 +227,8 @@ class _Steps:
         self.how = _COMPILED_BY if config.compile_config is None else config.compile_config.to_dict()
         self.compiled = None if config.disable_compile else _compiled(model, len(tokens), self.how)
         self.captured = tokens.is_cuda and not config.disable_compile and config.compile_config is None
+        if self.compiled is not None:
+            _mark_length(cache, mask)
         self.shape = length, mask is None, None if positions is None else positions.dim()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None

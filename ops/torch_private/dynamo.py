@@ -9,6 +9,7 @@ from fp8fn.ops.torch_private import look_for, needed_by
 
 with needed_by("fp8fn.decoding_loop"):
     import torch._dynamo.config as settings
+    from torch._dynamo.decorators import maybe_mark_dynamic
     from torch._dynamo.exc import FailOnRecompileLimitHit, RecompileError, Unsupported, UserError
 
     look_for(settings, "error_on_recompile")
