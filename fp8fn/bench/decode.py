@@ -6,6 +6,7 @@ Suites:
 - "batched": a batch of products, each with its own weight; also by the kernel in Triton.
 - "mx": both operands in MX-FP8, also beside Triton's `tl.dot_scaled`.
 - "mx_moe": tokens by the MX-FP8 weights of their experts.
+- "qkv": 1, 8 and 16 rows by three weights of one matrix, in one launch and one by one; "gate_up": by two weights.
 
 A call multiplies by several weights in turn, so that no product finds its weight in the L2. Figures are µs of one
 product (of all tokens in "mx_moe"), from a CUDA graph where there is one. The L2 is flushed by reads: after a flush by
@@ -29,12 +30,12 @@ from torch import Tensor
 
 import fp8fn
 from fp8fn import ScaledTensor
-from fp8fn.bench import command, tables
+from fp8fn.bench import command, siblings, tables
 from fp8fn.bench.accuracy import snr_db, worst
 from fp8fn.bench.command import Suite
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case, Row
-from fp8fn.bench.shapes import BATCH_DECODE, BATCHED, DECODE, MX_DECODE, MX_MOE
+from fp8fn.bench.shapes import BATCH_DECODE, BATCHED, DECODE, GATE_UP, MX_DECODE, MX_MOE, QKV
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
@@ -410,6 +411,8 @@ SUITES = {
     "mx": _suite(tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS), mx_cases),
     "mx_moe": _suite(MX_MOE, mx_moe_cases, axes="T,N,K"),
     "batched": _suite(BATCHED, batched_cases, axes="B,M,N,K"),
+    "qkv": _suite(QKV, siblings.qkv, table=siblings.table, axes="M,N,B,K"),
+    "gate_up": _suite(GATE_UP, siblings.gate_up, table=siblings.table),
 }
 
 

@@ -94,6 +94,18 @@ DECODE: Final = _decode()
 # (K, N) of weights for batches of sequences: the whole weights above, and Llama-3.1-8B's attention and MLP.
 BATCH_DECODE: Final = (*MX_DECODE, (4096, 4096), (4096, 14336), (14336, 4096))
 
+# (M, N, B, K) of q with N columns, and k and v with B each: of Llama-3.2-1B and 3B, Llama-3.1-8B, Qwen2.5-7B and
+# Llama-3.1-70B.
+QKV: Final = tuple(
+    (m, n, b, k)
+    for n, b, k in ((2048, 512, 2048), (3072, 1024, 3072), (4096, 1024, 4096), (3584, 512, 3584), (8192, 1024, 8192))
+    for m in (1, 8, 16)
+)
+# (M, N, K) of their gate and up.
+GATE_UP: Final = tuple(
+    (m, n, k) for n, k in ((8192, 2048), (8192, 3072), (14336, 4096), (18944, 3584), (28672, 8192)) for m in (1, 8, 16)
+)
+
 # (T, N, K) of tokens by the weights of their experts.
 MX_MOE: Final = tuple((tokens, 1536, 6144) for tokens in (1, 2, 4, 8, 16, 32, 64))
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import fp8fn
 from fp8fn import cli
-from fp8fn.bench import decode, dot_scaled, record, tables
+from fp8fn.bench import decode, dot_scaled, record, siblings, tables
 from fp8fn.bench.measure import Row
 from fp8fn.bench.shapes import BATCHED, DECODE
 from fp8fn.ops.targets import SM90
@@ -138,3 +138,22 @@ def test_a_table_has_the_speedup_by_triton() -> None:
     ratio = first["bf16"]["graph_us"] / first["w in 128x128, by Triton"]["graph_us"]
     assert one[at].strip() == f"{ratio:.2f}x"
     assert other[at].strip() == ""
+
+
+@pytest.mark.parametrize(("suite", "shape", "columns"), [("qkv", "3,96,64,128", 224), ("gate_up", "3,96,128", 192)])
+def test_siblings_on_the_cpu(
+    suite: str, shape: str, columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A figure is the time of one set of products, of which a call has two."""
+    file = tmp_path / "run.json"
+    given = ["--suite", suite, "--shape", shape, "--device", "cpu", "--rounds", "1", "--json", str(file)]
+    assert cli.main(["bench", "decode", *given]) == 0
+    run = record.read(file)
+    rows = [Row.of_json(row) for row in run["results"]["rows"]]
+    assert [row.label for row in rows] == ["fp8fn in one launch", "fp8fn one by one", "torch bf16"]
+    assert [row.bytes for row in rows] == [2 * columns * 128, 2 * columns * 128, 4 * columns * 128]
+    assert all(row.snr_db["out"] > 28 for row in rows)
+    (line,) = [line for line in siblings.table(run).splitlines() if line.startswith(f"| {shape}")]
+    times = [float(cell) for cell in line.split("|")[2:5]]
+    assert times == pytest.approx([(row.us or 0) / 2 for row in rows], abs=0.06)
+    assert shape in capsys.readouterr().out
