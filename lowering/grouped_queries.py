@@ -28,6 +28,7 @@ _DEFAULTS: Final = {
     "enable_gqa": False,
 }  # fmt: skip
 _RESHAPES: Final = ("contiguous", "flatten", "reshape", "unflatten", "unsqueeze", "view")
+_CHOICES: Final = (0.0, -torch.inf)
 _EXPANDS: Final = ("broadcast_to", "expand", "expand_as")
 
 
@@ -57,10 +58,34 @@ def _group(node: Node) -> None:
         return
 
     node.args = (query, key, val)
-    node.kwargs = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
+    node.kwargs = {"attn_mask": mask and _added(mask, node, tensor_of(query).dtype), "scale": scale, "enable_gqa": True}
     for each in dict.fromkeys([*chains[0][:-1], *chains[1][:-1]]):
         if not each.users:
             each.graph.erase_node(each)
+
+
+def _added(mask: Node, node: Node, dtype: torch.dtype) -> Node:
+    """The values that a boolean mask stands for, computed once for all attentions of a graph; another mask as it is.
+
+    PyTorch computes them in each attention, and Inductor merges equal nodes only in graphs with a backward.
+    """
+    found = tensor_of(mask)
+    if found.dtype != torch.bool or _may_be_written([mask, mask], node):
+        return mask
+    for where in mask.users:
+        if where.target is torch.where and where.args == (mask, *_CHOICES):
+            for made in where.users:
+                if made.target == "to" and made.args == (where, dtype):
+                    return made
+    assert isinstance(found, FakeTensor)
+    with mask.graph.inserting_after(mask):
+        where = mask.graph.call_function(torch.where, (mask, *_CHOICES))
+    with mask.graph.inserting_after(where):
+        made = mask.graph.call_method("to", (where, dtype))
+    with found.fake_mode:
+        where.meta["example_value"] = torch.where(found, *_CHOICES)
+        made.meta["example_value"] = where.meta["example_value"].to(dtype)
+    return made
 
 
 def _has_kernel(query: Node, key: Node, val: Node, mask: Node | None) -> bool:

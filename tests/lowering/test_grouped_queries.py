@@ -120,6 +120,29 @@ def test_masks(mask: str) -> None:
     assert attended(attention, *drawn(), MASKS[mask]) == [GROUPED]
 
 
+def test_a_boolean_mask_becomes_values_once() -> None:
+    """For all attentions by queries of one type, unless it is written between them."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, write: bool) -> Tensor:
+        repeated = by_expand(key), by_expand(value)
+        first = SDPA(query, *repeated, mask)
+        if write:
+            mask.logical_not_()
+        second = SDPA(query.double(), by_expand(key.double()), by_expand(value.double()), mask).float()
+        return first + SDPA(query * 2, *repeated, mask) + second
+
+    mask = torch.rand(B, 1, 1, S) > 0.5
+    for write, values in ((False, 2), (True, 1)):
+        graphs: list[GraphModule] = []
+        given = drawn()
+        found = compiled(attention, graphs)(*given, mask.clone(), write)
+        torch.testing.assert_close(found, attention(*given, mask.clone(), write), atol=1e-5, rtol=1e-5)
+        (graph,) = graphs
+        assert targets(graph).count("where") == values
+        masks = {str(node.kwargs.get("attn_mask", node.args[-1])) for node in graph.graph.nodes if node.target is SDPA}
+        assert len(masks) == 2
+
+
 @pytest.mark.parametrize("sizes", ["length", "both"])
 @pytest.mark.parametrize("spelling", ["getitem, expand, reshape", "unsqueeze, expand, flatten", "repeat_interleave"])
 def test_symbolic_sizes(spelling: str, sizes: str) -> None:
