@@ -35,7 +35,8 @@ _EXPANDS: Final = ("broadcast_to", "expand", "expand_as")
 def group_queries(gm: GraphModule) -> None:
     """Groups the query heads of each attention of one token whose keys and values are repeated, in place."""
     for module in gm.modules():
-        if isinstance(module, GraphModule):
+        # PyTorch's memory-efficient kernel, for one, may be the only one that `sdpa_kernel` allows in a graph.
+        if isinstance(module, GraphModule) and not any(map(_chooses_kernels, module.graph.nodes)):
             for node in module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
                 _group(node)
 
@@ -54,6 +55,9 @@ def _group(node: Node) -> None:
     if any(len(chain) == 1 or _may_be_written(chain, node) for chain in chains):
         return
     key, val = (chain[-1] for chain in chains)
+    # Repeated keys broadcast a query of one head, which `enable_gqa` refuses.
+    if not equal(tensor_of(query).shape[1], tensor_of(operands[1]).shape[1]):
+        return
     if tensor_of(key).shape[1] != tensor_of(val).shape[1] or not _has_kernel(query, key, val, mask):
         return
 
@@ -97,6 +101,11 @@ def _has_kernel(query: Node, key: Node, val: Node, mask: Node | None) -> bool:
     q, k, v = map(tensor_of, (query, key, val))
     given = cuda.SDPAParams(q, k, v, None if mask is None else tensor_of(mask), 0.0, False, True)
     return cuda.can_use_cudnn_attention(given) or (mask is None and cuda.can_use_flash_attention(given))
+
+
+def _chooses_kernels(node: Node) -> bool:
+    """Whether a node enters or leaves the context `torch.nn.attention.sdpa_kernel`."""
+    return getattr(node.target, "__name__", "") == "_sdpa_kernel"
 
 
 def _is_one(size: Any) -> bool:
@@ -170,12 +179,12 @@ def _after(view: View, node: Node) -> View | None:
 
 
 def _may_be_written(chain: Sequence[Node], node: Node) -> bool:
-    """Whether the tensor that a chain repeats may change between the chain's first view of it and `node`."""
-    memory = _memory_of(chain[-1])
+    """Whether a tensor of a chain may change between the chain's first view and `node`."""
+    memory = {_memory_of(each) for each in chain}
     each = chain[-2].next if len(chain) > 1 else node
     while each is not node:
         reads = each.target is F.scaled_dot_product_attention or ("out" not in each.kwargs and _called(each))
-        if (not reads or _called(each).endswith("_")) and memory in map(_memory_of, each.all_input_nodes):
+        if (not reads or _called(each).endswith("_")) and not memory.isdisjoint(map(_memory_of, each.all_input_nodes)):
             return True
         each = each.next
     return False

@@ -169,6 +169,12 @@ def test_symbolic_sizes(spelling: str, sizes: str) -> None:
     assert not {"expand", "repeat_interleave"} & set(targets(graph))
 
 
+def chosen_kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A kernel that a caller names may be one that takes no grouped queries."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return SDPA(query, by_expand(key), by_expand(value))
+
+
 LEFT: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "two query tokens": (lambda q, k, v: SDPA(q, by_expand(k), by_expand(v)), drawn(rows=2)),
     "causal": (lambda q, k, v: SDPA(q, by_expand(k), by_expand(v), is_causal=True), drawn()),
@@ -196,6 +202,9 @@ LEFT: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "a mask for each token": (
         lambda q, k, v: SDPA(q, by_expand(k), by_expand(v), torch.ones(5, S, dtype=torch.bool)[:2]), drawn(rows=2),
     ),
+    "one query head": (lambda q, k, v: SDPA(q[:, :1], by_expand(k), by_expand(v)), drawn()),
+    "one query head and one key head": (lambda q, k, v: SDPA(q[:, :1], by_expand(k, H), by_expand(v, H)), drawn(1, H)),
+    "a chosen kernel": (chosen_kernel, drawn()),
     "no batch": (lambda q, k, v: SDPA(q[0], by_expand(k)[0], by_expand(v)[0])[None], drawn()),
 }  # fmt: skip
 
@@ -281,7 +290,7 @@ def written(x: Tensor, by: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["method", "operator", "item", "view", "out", "function"])
-def test_a_cache_that_is_written_after_its_copy(by: str) -> None:
+def test_a_cache_or_its_copy_that_is_written_later(by: str) -> None:
     def late(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         repeated = by_expand(key)
         written(key, by)
@@ -293,8 +302,14 @@ def test_a_cache_that_is_written_after_its_copy(by: str) -> None:
         written(value, by)
         return SDPA(query, repeated, by_expand(value))
 
+    def copied(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        repeated = by_expand(key)
+        written(repeated, by)
+        return SDPA(query, repeated, by_expand(value))
+
     repeated = ((B, H, 1, D), (B, H, S, D), (B, H, S, DV))
     assert attended(late, *drawn()) == [repeated]
+    assert attended(copied, *drawn()) == [repeated]
     assert attended(early, *drawn()) == [GROUPED]
 
 
