@@ -18,7 +18,6 @@ from fp8fn.ops.cuda.gemm.operands import (
     SCALES,
     TYPES,
     as_batch,
-    column_steps,
     has_pieces,
     is_k_contiguous,
     scale_step,
@@ -149,21 +148,31 @@ def accepts_beside(product: WeightProduct) -> str | None:
     if product.up is not None:
         return "its rows are computed"
     for name, (weight, bias, out) in zip(_BESIDE, product.beside, strict=False):
-        other = replace(product, w=weight, bias=bias, out=out, beside=())
         if (weight.block, weight.data.dtype) != (product.w.block, product.w.data.dtype):
             return f"w and w_{name} differ in block or type"
-        if _dtype(bias) != _dtype(product.bias):
-            return f"the biases of w and w_{name} differ in type, or one has none"
-        if column_steps(product) != column_steps(other):
-            scale, its = product.w.scale.stride(), weight.scale.stride()
-            return f"scales or biases lie otherwise: the scales of w have strides {scale}, those of w_{name} {its}"
-        if (reason := accepts(other)) is not None:
+        if _form(bias) != _form(product.bias):
+            return f"the biases of w and w_{name} differ in type or stride, or one has none"
+        if (reason := accepts(replace(product, w=weight, bias=bias, out=out, beside=()))) is not None:
             return f"w_{name}: {reason}"
+    if None in _scale_steps(product):
+        strides = [weight.scale.stride() for weight in (product.w, *(each.w for each in product.beside))]
+        return f"the scales of the weights have strides {' and '.join(map(str, strides))}"
     return accepts(replace(product, beside=()))
 
 
-def _dtype(x: Tensor | None) -> torch.dtype | None:
-    return None if x is None else x.dtype
+def _form(bias: Tensor | None) -> tuple[torch.dtype, int] | None:
+    return None if bias is None else (bias.dtype, bias.stride(-1))
+
+
+def _scale_steps(product: WeightProduct) -> tuple[int | None, int | None]:
+    """The strides of all weights' scales along K and along columns; None where two differ.
+
+    The stride of an axis of size 1 does not matter: that of scales of channels, along K, is the number of columns.
+    """
+    scales = [product.w.scale, *(each.w.scale for each in product.beside)]
+    s_k, s_n = ({scale.stride(axis) for scale in scales if scale.shape[axis] > 1} for axis in (-2, -1))
+    s_k, s_n = s_k or {product.w.scale.stride(-2)}, s_n or {scale_step(product.w)}
+    return s_k.pop() if len(s_k) == 1 else None, s_n.pop() if len(s_n) == 1 else None
 
 
 def untuned(product: WeightProduct) -> str | None:
@@ -330,6 +339,7 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
         "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
         "HELD": config.HELD, "READY": config.READY, "X_OVER": int(config.X_OVER),
     }  # fmt: skip
+    s_k, s_n = _scale_steps(product)
     box, tiles_n = (1, config.BN, STAGE_K), -(-n // config.BN)
     others: dict[str, Argument] = {}
     for name, (weight, its_bias, its_out) in zip(_BESIDE, product.beside, strict=False):
@@ -354,7 +364,7 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
             args={
                 "x": x, "w": TensorMap(as_batch(w.mT), box, 128), "w_scale": w_scale, "bias": bias,
                 "out": out, "M": m, "n": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
-                "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(product.w),
+                "x_m": x.stride(-2), "s_k": s_k, "s_n": s_n,
                 "bias_n": 0 if bias is None else bias.stride(-1),
                 "up": product.up, "up_m": 0 if product.up is None else product.up.stride(-2), **others,
             },

@@ -110,6 +110,25 @@ def test_each_product_has_its_bias(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("k", "block"), [(256, (-1, 1)), (256, (-1, -1)), (128, (128, 1)), (128, (128, 128)), (256, (128, 128))], ids=str
+)
+def test_the_stride_of_one_scale_does_not_matter(k: int, block: tuple[int, int]) -> None:
+    """The scales of channels lie in a row `(1, N)`, whose stride along K is N."""
+    x, weights = torch.randn(9, k).bfloat16(), []
+    for n in (7, 130, 200):
+        w = of_linear(k, n, block)
+        steps = [n if size == 1 else step for size, step in zip(w.scale.shape, w.scale.stride(), strict=True)]
+        scale = torch.empty_strided(w.scale.shape, steps).copy_(w.scale)
+        weights.append(ScaledTensor(w.data, scale, w.block))
+    assert len({w.scale.stride() for w in weights}) > 1
+    product = weight_product(x, weights[0], x.new_empty(9, 7), target=SM90)
+    beside = tuple(Beside(quantized(w), None, x.new_empty(9, w.shape[-1])) for w in weights[1:])
+    assert accepts_beside(replace(product, beside=beside)) is None
+    assert all(snr(out, exact(x, w)) > 45 for out, w in zip(launched(x, weights), weights, strict=True))
+
+
+@needs_compiler
 def test_what_is_not_finite_stays_in_its_product() -> None:
     x, weights = torch.randn(4, 256).bfloat16(), [of_linear(256, n, (128, 128)) for n in WIDTHS[0]]
     clean = launched(x, weights)
@@ -195,11 +214,13 @@ def test_what_one_launch_takes() -> None:
     other = of_linear(256, 70, (128, 1)).to("meta")
     assert reason(first, second, other) == "w and w_third differ in block or type"
     wide = operand(256, 200, (128, 128)).to("meta")
-    assert "the scales of w have strides (1, 2), those of w_second (" in (reason(first, wide) or "")
+    assert reason(first, wide) == f"the scales of the weights have strides (1, 2) and {wide.scale.stride()}"
+    narrow = [operand(256, n, (128, 128)).to("meta") for n in (3, 200, 600)]
+    assert "the scales of the weights have strides" in (reason(*narrow) or "")
     row = torch.empty(70, device="meta")
     assert reason(first, second, biases=(row, row[:3])) is None
-    assert reason(first, second, biases=(row, None)) == "the biases of w and w_second differ in type, or one has none"
-    assert "biases lie otherwise" in (reason(first, second, biases=(row, row[:6:2])) or "")
+    assert reason(first, second, biases=(row, None)) == "the biases of w and w_second differ in type or stride, or one has none"
+    assert "differ in type or stride" in (reason(first, second, biases=(row, row[:6:2])) or "")
     lines = as_of_linear(operand(256, 64, (128, 128), contiguous="N")).to("meta")
     assert reason(first, lines) == "w_second: columns of w are not contiguous"
     product = weight_product(x, first, x.new_empty(4, 70), up=x)
