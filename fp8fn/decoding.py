@@ -8,7 +8,6 @@ whether the sequences are finished; what was computed in between is dropped.
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import itertools
@@ -51,8 +50,11 @@ class _Compiled(NamedTuple):
 # The compiled steps of each model, by the number of sequences.
 _STEPS: Final[weakref.WeakKeyDictionary[Any, dict[int, _Compiled]]] = weakref.WeakKeyDictionary()
 _NUMBERS: Final = itertools.count()
-# PyTorch captures one graph at a time in a process.
+# PyTorch captures one graph at a time in a process. Meanwhile its generator of random numbers refuses to draw, and
+# refuses replays, also in other threads.
 _CAPTURING: Final = threading.Lock()
+# What `_captured_beside` has made for each device and no call uses now.
+_IDLE: Final[dict[Any, list[tuple[Any, Any]]]] = {}
 
 
 @torch.no_grad()
@@ -114,22 +116,24 @@ def _decoded(
     kept = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     choice, end = _Choice(config, logits_processor), _End(tokens, 0 if kept else _AHEAD) if criteria else None
     pad = config._pad_token_tensor if any(hasattr(each, "eos_token_id") for each in criteria) else None
-    for place in range(first, most):
-        if place > first:
-            logits = steps.after(tokens[:, place - 1 : place], most - place)
-        chosen = choice.of(logits, tokens[:, :place])
-        if end is None:
-            tokens[:, place] = chosen
-            continue
-        if config.do_sample:
-            end.drew()
-        tokens[:, place] = end.padded(chosen, pad)
-        if end.reached(criteria(tokens[:, : place + 1], choice.scores)):
-            break
-    tokens = tokens[:, : most if end is None else first + end.steps()]
+    try:
+        for place in range(first, most):
+            if place > first:
+                logits = steps.after(tokens[:, place - 1 : place], most - place)
+            chosen = choice.of(logits, tokens[:, :place])
+            if end is None:
+                tokens[:, place] = chosen
+                continue
+            if config.do_sample:
+                end.drew()
+            tokens[:, place] = end.padded(chosen, pad)
+            if end.reached(criteria(tokens[:, : place + 1], choice.scores)):
+                break
+        tokens = tokens[:, : most if end is None else first + end.steps()]
+    finally:
+        steps.finish()
     for each in lengths:
         each(tokens[:, :-1], None)  # reminds of a length past the model's positions
-    steps.finish()
     return choice.output(tokens, cache) if config.return_dict_in_generate else tokens
 
 
@@ -188,13 +192,16 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@functools.cache
 def _captured_beside(replayed_on: Any) -> tuple[Any, Any]:
-    """The stream on which graphs are captured that are replayed on a stream, and a graph in whose memory they lie.
+    """The stream on which a call's graphs are captured, and a graph in whose memory they lie; `finish` lends them anew.
 
     cuBLAS keeps up to 32 MiB for each stream that it has seen, and PyTorch the memory of each graph until none is left:
-    both anew for each capture would cost gigabytes. Graphs that may run at the same time share neither.
+    both anew for each capture would cost gigabytes. Calls at the same time share neither, not even on one stream: what
+    a graph computes may lie where another thread's graph writes, which may be replayed before it is read.
     """
+    idle = _IDLE.setdefault(replayed_on.device, [])
+    if idle:
+        return idle.pop()
     stream, first = torch.cuda.Stream(replayed_on.device), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         first.capture_begin(capture_error_mode="thread_local")
@@ -232,6 +239,7 @@ class _Steps:
         self.shape = length, mask is None, None if positions is None else positions.dim()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
+        self.beside: tuple[Any, Any] | None = None
 
     def after(self, token: Tensor, left: int) -> Tensor:
         """The logits after `token (B, 1)`; `left` steps follow at most. The next call may overwrite them."""
@@ -241,7 +249,8 @@ class _Steps:
         if self.graph is None:
             self.logits = self._run()
         else:
-            self.graph.replay()
+            with _CAPTURING:
+                self.graph.replay()
         assert self.logits is not None
         return self.logits
 
@@ -270,8 +279,12 @@ class _Steps:
 
     def finish(self) -> None:
         """Waits for the last steps, past the end too: their graph and its memory are freed now."""
-        if self.graph is not None:
-            torch.cuda.current_stream(self.token.device).synchronize()
+        if self.beside is not None:
+            current = torch.cuda.current_stream(self.token.device)
+            current.synchronize()
+            with _CAPTURING:
+                self.graph = self.logits = None
+            _IDLE[current.device].append(self.beside)
 
     def _graph(self) -> torch.cuda.CUDAGraph:
         """The graph of a step, which ran before with these shapes, so that nothing is compiled or loaded in a capture.
@@ -279,7 +292,7 @@ class _Steps:
         A step that would be compiled again all the same depends on what Python counts, and is an error.
         """
         assert self.compiled is not None
-        if self.shape in self.compiled.shapes:
+        if self.shape in self.compiled.shapes and _dynamo().is_compiled(self.compiled.step):
             try:
                 return self._capture()
             except _dynamo().RecompileError:  # a hook was added, or an adapter was switched, since it ran
@@ -304,7 +317,8 @@ class _Steps:
         assert self.compiled is not None
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.token.device)
         with _CAPTURING, _uncollected():
-            stream, first = _captured_beside(current)
+            self.beside = self.beside or _captured_beside(current)
+            stream, first = self.beside
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 graph.capture_begin(first.pool(), capture_error_mode="thread_local")
@@ -339,7 +353,9 @@ class _Choice:
         if self.logits is not None:
             self.logits += (logits,)
         if self.config.do_sample:
-            scores = torch.multinomial(scores.softmax(-1), 1)
+            likely = scores.softmax(-1)
+            with _CAPTURING:
+                scores = torch.multinomial(likely, 1)
         return scores.squeeze(1) if self.config.do_sample else scores.argmax(-1)
 
     def output(self, tokens: Tensor, cache: Any) -> Any:

@@ -240,9 +240,11 @@ def test_the_end_is_found_late_and_counted_right(
 class Stream:
     """A stream of a GPU."""
 
-    device = "cuda:0"
+    device = "cpu"
 
     def wait_stream(self, other: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class Graph:
@@ -250,9 +252,9 @@ class Graph:
 
     ended = 0
 
-    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
-        assert (pool, capture_error_mode) == ((0, 1), "thread_local")
-        assert not gc.isenabled()
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode == "thread_local"
+        assert pool is None or (pool == (0, 1) and not gc.isenabled())
 
     def capture_end(self) -> None:
         self.ended += 1
@@ -268,7 +270,7 @@ def captured(step: Callable[..., Any], x: Tensor, patch: pytest.MonkeyPatch) -> 
     patch.setattr(decoding, "_captured_beside", lambda _: (Stream(), SimpleNamespace(pool=lambda: (0, 1))))
     steps = object.__new__(decoding._Steps)
     steps.token, steps.inputs, steps.positions = x, (x,), None  # type: ignore[assignment]
-    steps.compiled = decoding._Compiled({}, step, set())
+    steps.compiled, steps.beside = decoding._Compiled({}, step, set()), None
     try:
         steps._capture()
     finally:
@@ -305,12 +307,16 @@ class Replayed:
         self.steps = steps
 
     def replay(self) -> None:
+        assert decoding._CAPTURING.locked()  # of another thread's capture, PyTorch's generator refuses a replay
         self.steps._advance()
         self.steps.logits = self.steps.compiled.step(*self.steps.inputs)
 
 
 def test_every_step_is_a_replay_and_the_first_call_tries_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that runs before its capture leaves no trace, also where a hook was added after the last call."""
+    """A step that runs before its capture leaves no trace, also where a hook was added after the last call.
+
+    A capture would compile what `torch.compiler.reset` forgot.
+    """
     ran, fail = [], [False]
 
     class Steps(decoding._Steps):
@@ -333,15 +339,61 @@ def test_every_step_is_a_replay_and_the_first_call_tries_it_out(monkeypatch: pyt
     monkeypatch.setattr(decoding, "_Steps", Steps)
     monkeypatch.setattr(decoding, "_COMPILED_BY", {"backend": "eager", "fullgraph": True})
     model, counts = made("llama"), []
-    for asked in ("greedy", "greedy", "greedy", "padded"):
+    for asked in ("greedy", "greedy", "greedy", "padded", "padded"):
         given = {**ASKED[asked], "do_sample": False}
+        if len(counts) == 4:
+            torch.compiler.reset()
         if len(counts) == 2:
             fail[:] = [False, True]
         wanted = generated(model, False, **given)
         found = generated(model, True, **given, disable_compile=False)
         assert torch.equal(found, wanted)
         counts.append(len(ran))
-    assert counts == [1, 1, 2, 3]  # the padded prompt has a mask
+    assert counts == [1, 1, 2, 3, 4]  # the padded prompt has a mask
+
+
+def test_random_numbers_are_drawn_while_no_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's generator refuses to draw in the meantime."""
+    drawn, multinomial = [], torch.multinomial
+
+    def checked(*given: Any) -> Tensor:
+        drawn.append(decoding._CAPTURING.locked())
+        return multinomial(*given)
+
+    monkeypatch.setattr(torch, "multinomial", checked)
+    generated(made("llama"), True, **ASKED["sampled"])
+    assert drawn == [True] * 12
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_calls_at_the_same_time_share_no_memory(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one graph computes would lie where that of another thread writes. A call that fails lends its memory too."""
+    for name, value in {"CUDAGraph": Graph, "Stream": lambda _: Stream(), "current_stream": lambda _: Stream()}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(decoding, "_IDLE", {})
+    model, beside = made("llama"), []
+
+    class Steps(decoding._Steps):
+        def after(self, *given: Any) -> Tensor:
+            self.beside = self.beside or decoding._captured_beside(Stream())
+            beside.append(self.beside)
+            return super().after(*given)
+
+    def during(tokens: Tensor, scores: Tensor) -> Tensor:
+        if len(beside) == 3:
+            generated(model, True, max_new_tokens=3)
+            if fails:
+                raise RuntimeError("of a processor")
+        return scores
+
+    monkeypatch.setattr(decoding, "_Steps", Steps)
+    expected = pytest.raises(RuntimeError, match="of a processor") if fails else contextlib.nullcontext()
+    with expected:
+        generated(model, True, max_new_tokens=6, logits_processor=transformers.LogitsProcessorList([during]))
+    assert [each is beside[0] for each in beside] == [True] * 3 + [False] * 2 + [True] * (0 if fails else 2)
+    assert beside[3] is beside[4]
+    assert set(map(id, decoding._IDLE["cpu"])) == {id(beside[0]), id(beside[3])}
 
 
 def test_other_threads_compile_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
