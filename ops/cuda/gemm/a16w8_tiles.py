@@ -157,7 +157,7 @@ def accepts_beside(product: WeightProduct) -> str | None:
     if None in _scale_steps(product):
         strides = [weight.scale.stride() for weight in (product.w, *(each.w for each in product.beside))]
         return f"the scales of the weights have strides {' and '.join(map(str, strides))}"
-    return accepts(replace(product, beside=()))
+    return accepts(product)  # in the configuration of all columns, which needs more memory than that of each
 
 
 def _form(bias: Tensor | None) -> tuple[torch.dtype, int] | None:
