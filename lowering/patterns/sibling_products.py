@@ -89,9 +89,12 @@ def _joined(graph: Graph, siblings: list[Node]) -> Iterator[Substitution]:
 
 
 def _views(node: Node) -> list[Node]:
-    """The views, of views, of the graph's input that `node` is, the first one first; empty where it is none."""
+    """The views, of views, of the graph's input that `node` is, the first one first; empty where it is none.
+
+    A view at a place that the graph computes is none, since it must follow what computes the place.
+    """
     views: list[Node] = []
-    while node.op == "call_function" and getattr(node.target, "is_view", False):
+    while getattr(node.target, "is_view", False) and all(each.op in _GIVEN for each in node.all_input_nodes[1:]):
         views.insert(0, node)
         node = input_of(node)
     return views if node.op in _GIVEN else []

@@ -135,6 +135,23 @@ def test_a_weight_that_is_computed_stays() -> None:
     assert [each.reason for each in reports] == ["a weight or a bias is computed in the graph"] * 2
 
 
+def test_a_part_of_weights_at_a_place_that_the_graph_computes() -> None:
+    """A number that changes between calls is symbolic, and is computed after the first product."""
+    weights = fp8fn.quantize(torch.randn(8 * 128, WIDTH), (128, 128))
+
+    def products(x: Tensor, i: int) -> list[Tensor]:
+        first = fp8fn.ScaledTensor(weights.data[:128], weights.scale[:1], weights.block)
+        y, i = fp8fn.gemm(x, first.mT).relu(), 2 * i + 1
+        parts = weights.data.view(8, 128, WIDTH)[i], weights.scale.view(8, 1, -1)[i]
+        return [y, fp8fn.gemm(x, fp8fn.ScaledTensor(*parts, weights.block).mT).relu()]
+
+    torch._dynamo.reset()
+    x, compiled = torch.randn(4, WIDTH).to(BF16), torch.compile(products, backend="fp8fn", fullgraph=True)
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        for i in (1, 2, 3):
+            assert all(map(torch.equal, compiled(x, i), products(x, i)))
+
+
 def test_gate_and_up_beside_the_product_that_reads_them() -> None:
     model, x = MLP(384, 384, WIDTH), torch.randn(1, WIDTH).to(BF16)
     model.each[2] = nn.Linear(384, WIDTH, bias=False, dtype=BF16).requires_grad_(False)
