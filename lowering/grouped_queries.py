@@ -21,12 +21,15 @@ from torch.fx import GraphModule, Node
 
 from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.lowering.graph.views import Dim, Run, View, equal, expanded, identity, merged, reshaped
+from fp8fn.ops import targets
 from fp8fn.ops.torch_private.core import FakeTensor
 
 _DEFAULTS: Final = {
     "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None,
     "enable_gqa": False,
 }  # fmt: skip
+# Architectures on which PyTorch prefers cuDNN's kernel; on others it comes after products of repeated keys.
+_PREFER_CUDNN: Final = (90, 100)
 _RESHAPES: Final = ("contiguous", "flatten", "reshape", "unflatten", "unsqueeze", "view")
 _CHOICES: Final = (0.0, -torch.inf)
 _EXPANDS: Final = ("broadcast_to", "expand", "expand_as")
@@ -100,7 +103,9 @@ def _has_kernel(query: Node, key: Node, val: Node, mask: Node | None) -> bool:
         return False
     q, k, v = map(tensor_of, (query, key, val))
     given = cuda.SDPAParams(q, k, v, None if mask is None else tensor_of(mask), 0.0, False, True)
-    return cuda.can_use_cudnn_attention(given) or (mask is None and cuda.can_use_flash_attention(given))
+    if targets.target_of(q.device).arch in _PREFER_CUDNN and cuda.can_use_cudnn_attention(given):
+        return True
+    return mask is None and cuda.can_use_flash_attention(given)
 
 
 def _chooses_kernels(node: Node) -> bool:

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
 
 import fp8fn
-from fp8fn.lowering import backend
+from fp8fn.lowering import backend, grouped_queries
 from fp8fn.lowering.grouped_queries import group_queries
 from fp8fn.ops.targets import Target
 from support.accuracy import snr
@@ -408,6 +409,23 @@ def test_a_decoding_step_of_transformers(kind: str, batch: int, monkeypatch: pyt
     assert attentions == [((batch, 4, 1, 16), (batch, 2, 32, 16), (batch, 2, 32, 16))] * 2 * len(graphs)
     expanded = [node.meta["example_value"] for gm in graphs for node in gm.graph.nodes if node.target == "expand"]
     assert max(each.dim() for each in expanded) < 5  # none of keys or values; the mask has four dimensions
+
+
+@pytest.mark.parametrize(("arch", "masked", "expected"), [(90, True, True), (80, True, False), (80, False, True)])
+def test_cudnn_serves_where_pytorch_prefers_it(
+    arch: int, masked: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an A100 PyTorch would repeat keys and values itself where a mask keeps its flash kernel out."""
+    monkeypatch.setattr(grouped_queries.targets, "target_of", lambda _: Target("cuda", arch, 32))
+    for name in ("SDPAParams", "can_use_cudnn_attention", "can_use_flash_attention"):
+        monkeypatch.setattr(torch.backends.cuda, name, lambda *_: True)
+    with FakeTensorMode():
+        query, key = torch.empty(B, H, 1, D, device="cuda"), torch.empty(B, KV, S, D, device="cuda")
+        graph = Graph()
+        nodes = [graph.placeholder(name) for name in ("query", "key", "value", "mask")]
+        for node, meta in zip(nodes, (query, key, key, torch.empty(B, 1, 1, S, device="cuda")), strict=True):
+            node.meta["example_value"] = meta
+    assert grouped_queries._has_kernel(*nodes[:3], nodes[3] if masked else None) == expected
 
 
 @pytest.mark.gpu
