@@ -37,11 +37,13 @@ _EXPANDS: Final = ("broadcast_to", "expand", "expand_as")
 
 def group_queries(gm: GraphModule) -> None:
     """Groups the query heads of each attention of one token whose keys and values are repeated, in place."""
-    for module in gm.modules():
-        # PyTorch's memory-efficient kernel, for one, may be the only one that `sdpa_kernel` allows in a graph.
-        if isinstance(module, GraphModule) and not any(map(_chooses_kernels, module.graph.nodes)):
-            for node in module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-                _group(node)
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    # PyTorch's memory-efficient kernel, for one, may be the only one that `sdpa_kernel` allows, also in a region.
+    if any(_chooses_kernels(node) for graph in graphs for node in graph.nodes):
+        return
+    for graph in graphs:
+        for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+            _group(node)
 
 
 def _group(node: Node) -> None:

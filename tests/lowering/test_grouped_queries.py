@@ -364,6 +364,21 @@ def test_inside_of_a_region(region: str) -> None:
     assert [shapes(node) for each in inner for node in each.graph.nodes if node.target is SDPA] == [GROUPED]
 
 
+def test_a_region_inside_of_a_chosen_kernel_stays() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, by_expand(key), by_expand(value))
+
+    def called(*given: Tensor) -> Any:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return torch.utils.checkpoint.checkpoint(attention, *given, use_reentrant=False)
+
+    graphs: list[GraphModule] = []
+    given = [each.detach().requires_grad_() for each in drawn()]
+    torch.testing.assert_close(compiled(called, graphs)(*given), called(*given))
+    inner = [each for each in graphs[0].modules() if isinstance(each, GraphModule) and each is not graphs[0]]
+    assert [targets(each).count("expand") for each in inner] == [2]
+
+
 def test_under_vmap() -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return SDPA(query, by_expand(key), by_expand(value))
