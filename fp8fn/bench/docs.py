@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fp8fn.bench import cold, compile_time, decode, generate, invariant, isa, loss, prefill, record, tables
+from fp8fn.bench import cold, compile_time, decode, generate, invariant, isa, loss, prefill, record, siblings, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.seeds import report as seeds
 from fp8fn.bench.tables import provenance
@@ -196,6 +196,8 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("decode-summary-h100", decode.summary, "decode_h100"),
         _committed("decode", decode.table),
         _committed("decode-rows", decode.table),
+        _committed("decode-qkv", siblings.table, optional=True),
+        _committed("decode-gate-up", siblings.table, optional=True),
         _committed("decode-batched", decode.table),
         _committed("decode-batched-large", decode.table),
         _committed("decode-mx", decode.table),
@@ -205,7 +207,6 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("invariant", invariant.table, optional=True),
         _committed("generate", generate.table),
         _committed("generate-batches", generate.table, optional=True),
-        _committed("generate-transformers", generate.table),
         _committed("generate-whole", generate.table),
         _committed("host", host),
         _committed("host-h100", host),

@@ -46,8 +46,11 @@ class Way:
 
     @property
     def graphs(self) -> int:
-        """The most graphs that may be made. An equal model that was measured before leaves its graph of the step."""
-        return 2 if self.forward else 1
+        """The most graphs that may be made. An equal model that was measured before leaves its graph of the step.
+
+        Logits are compared over fewer tokens: for the length of their cache a GPU's step is compiled again.
+        """
+        return 2 if self.forward or self.decoding_loop else 1
 
 
 SERVED: Final[Mapping[str, Way]] = {
