@@ -187,12 +187,15 @@ def untuned(product: WeightProduct) -> str | None:
 
 
 def configure(product: WeightProduct) -> A16W8TilesConfig:
-    """The default configuration of a product, see `choose_config`; that of several is that of their columns' number."""
+    """The default configuration of a product, see `choose_config`; that of several is that of their columns' number.
+
+    Ahead of several is a kernel of another library, as compiled graphs have it, behind which held stages are no gain.
+    """
     columns = product.n + sum(each.out.shape[-1] for each in product.beside)
-    return choose_config(weight_problem(product)._replace(n=columns))
+    return choose_config(weight_problem(product)._replace(n=columns), held=not product.beside)
 
 
-def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
+def choose_config(problem: WeightProblem, *, held: bool = True) -> A16W8TilesConfig:
     """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
 
     Of a constant weight a block holds its part where the blocks of two launches find room at once, so that those of the
@@ -212,8 +215,8 @@ def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
     def fitted(warps: int, cluster: int, resident: int) -> A16W8TilesConfig:
         return _with_stages(A16W8TilesConfig(rows, warps, 0, cluster, resident, late), k, w_block, parts)
 
-    if (held := _held(rows, problem)) is not None:
-        return held
+    if held and (found := _held(rows, problem)) is not None:
+        return found
     if constant:
         if rows == 16 and cores < wide * 8 <= narrow * 8 <= 3 * cores and 16 <= steps <= 48:
             return fitted(4, 8, 3)

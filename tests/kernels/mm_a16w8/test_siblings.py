@@ -264,9 +264,13 @@ def test_x_that_fits_beside_each_weight_alone_is_refused() -> None:
 
 
 def test_the_configuration_is_that_of_all_columns() -> None:
+    """Without stages that are held in registers, as one product of so many columns may have them."""
     for m, constant in ((1, True), (16, False)):
         joint = unwritten(m, 4096, (4096, 1024, 1024), constant=constant)
         assert a16w8_tiles.configure(joint) == a16w8_tiles.configure(unwritten(m, 4096, (6144,), constant=constant))
+    alone, joint = (unwritten(8, 2048, widths, constant=True) for widths in ((3072,), (2048, 512, 512)))
+    assert str(a16w8_tiles.configure(alone)) == "8x128 stages8 cluster2 resident1 held8 ready8"
+    assert str(a16w8_tiles.configure(joint)) == "8x128 stages4 cluster4 resident2"
 
 
 @pytest.mark.gpu
