@@ -255,11 +255,11 @@ def test_machine_code(m: int, constant: bool) -> None:
 def test_x_that_fits_beside_each_weight_alone_is_refused() -> None:
     """Of more columns fewer blocks share K: q, k and v of Llama 405B, of 16 rows in float16."""
     product = unwritten(16, 16384, (16384, 1024, 1024), constant=False)
-    x, outs = product.x.half(), [product.out.half(), *(out.half() for _, out in product.beside)]
-    weights = [product.w, *(weight for weight, _ in product.beside)]
-    pairs = list(zip(weights, outs, strict=True))
-    assert [a16w8_tiles.accepts(replace(product, x=x, w=w, out=out, beside=())) for w, out in pairs] == [None] * 3
-    joint = replace(product, x=x, out=outs[0], beside=tuple(pairs[1:]))
+    x, weights = product.x.half(), [product.w, *(each.w for each in product.beside)]
+    parts = [Beside(w, None, x.new_empty(16, w.data.shape[1])) for w in weights]
+    each = [replace(product, x=x, w=part.w, out=part.out, beside=()) for part in parts]
+    assert [a16w8_tiles.accepts(alone) for alone in each] == [None] * 3
+    joint = replace(each[0], beside=tuple(parts[1:]))
     assert accepts_beside(joint) == "x of K=16384 does not fit into shared memory"
 
 
