@@ -30,6 +30,8 @@ _MODES: Final = ("greedy_search", "sample")
 _ATTENTION: Final = ("sdpa", "eager")
 _INPUTS: Final = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 _UNSUPPORTED: Final = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
+# The name by torch.compile of a cache's length, which it would take as a constant and compile each length on its own.
+_LENGTH: Final = r"L\['cache'\]\.layers\[\d+\]\.max_cache_len"
 # Steps by which the host may be ahead of the GPU.
 _AHEAD: Final = 4
 # Steps for which a capture pays, which takes as long as a few of them.
@@ -211,7 +213,7 @@ def _captured_beside(replayed_on: Any) -> tuple[Any, Any]:
 
 
 def _mark_length(cache: Any, mask: Tensor | None) -> None:
-    """Tells torch.compile that caches of other lengths follow: it would find out by compiling the step again."""
+    """Tells torch.compile which sizes other lengths of the cache change."""
     marked = _dynamo().maybe_mark_dynamic
     for layer in cache.layers:
         marked(layer.keys, 2)
@@ -259,8 +261,10 @@ class _Steps:
         if self.compiled is None:
             return model_step(*self.inputs)
         dynamo = _dynamo()
+        config: Any = torch.compiler.config
+        dynamic = config.patch(dynamic_sources=",".join(filter(None, (config.dynamic_sources, _LENGTH))))
         # PyTorch does not look by default whether a module has got a hook since it was compiled.
-        with dynamo.settings.patch(skip_nnmodule_hook_guards=False):
+        with dynamo.settings.patch(skip_nnmodule_hook_guards=False), dynamic:
             try:
                 return self.compiled.step(*self.inputs)
             except dynamo.FailOnRecompileLimitHit:

@@ -118,7 +118,7 @@ def test_a_compiled_step_serves_fp8_weights_and_prompts_of_every_length() -> Non
     fp8fn.quantize_weights(model)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for length in (9, 5, 7, 8):
+    for length in (5, 6, 3, 9):  # transformers' caches do not become shorter
         prompt = PROMPT[:, :length]
         wanted = generated(model, False, prompt, attention_mask=torch.ones_like(prompt), do_sample=False)
         found = generated(
