@@ -48,7 +48,7 @@ class Way:
     def graphs(self) -> int:
         """The most graphs that may be made. An equal model that was measured before leaves its graph of the step.
 
-        Logits are compared over fewer tokens: for the length of their cache a GPU's step is compiled again.
+        Logits are compared over fewer tokens, for whose cache a kernel of attention may need another graph.
         """
         return 2 if self.forward or self.decoding_loop else 1
 
