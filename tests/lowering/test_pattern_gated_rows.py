@@ -21,7 +21,7 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import GFX942, SM90
 from support.accuracy import snr
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
-from support.post_grad import substituted
+from support.post_grad import gradients, substituted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH, HIDDEN = 256, 384
@@ -173,18 +173,8 @@ def test_a_length_that_is_known_at_run_time_stays() -> None:
 
 def test_a_backward_computes_what_it_needs_beside() -> None:
     """There `silu(gate) * grad` is the gradient of up, and the gradient of gate needs the parts of the SiLU too."""
-    x, grads = torch.randn(4, WIDTH).to(BF16), []
-    for fuse in (None, False):
-        torch._dynamo.reset()
-        each = x.clone().requires_grad_()
-        patch = torch._inductor.config.patch(fx_graph_cache=False)
-        with patch, post_grad_pass.recorded() as reports:
-            compiled = torch.compile(model(), backend="fp8fn", fullgraph=True, options={"fuse_quantize": fuse})
-            compiled(each).square().sum().backward()
-        found = [(report.made, report.reason) for report in reports if report.pattern == gated_rows.NAME]
-        assert found == ([(OP, None), ("", READ)] if fuse is None else [])
-        assert each.grad is not None
-        grads.append(each.grad)
+    grads, said = gradients(model(), torch.randn(4, WIDTH).to(BF16), gated_rows.NAME)
+    assert said == [[(OP, None), ("", READ)], []]
     assert torch.equal(*grads)
 
 

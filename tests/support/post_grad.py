@@ -19,3 +19,22 @@ def substituted(model: Callable[..., Any], x: Tensor, pattern: str, **options: A
     with torch.no_grad(), patch, post_grad_pass.recorded() as reports:
         found = torch.compile(model, backend="fp8fn", fullgraph=True, **options)(x)
     return found, [report for report in reports if report.pattern == pattern]
+
+
+def gradients(
+    model: Callable[..., Any], x: Tensor, pattern: str
+) -> tuple[list[Tensor], list[list[tuple[str, str | None]]]]:
+    """The gradient of `x` with the patterns and without them, and what each of `pattern`'s reports says."""
+    grads, said = [], []
+    for fuse in (None, False):
+        torch._dynamo.reset()
+        each = x.clone().requires_grad_()
+        patch = torch._inductor.config.patch(fx_graph_cache=False)
+        with patch, post_grad_pass.recorded() as reports:
+            compiled = torch.compile(model, backend="fp8fn", fullgraph=True, options={"fuse_quantize": fuse})
+            out = compiled(each)
+            sum(part.square().sum() for part in ([out] if isinstance(out, Tensor) else out)).backward()
+        assert each.grad is not None
+        grads.append(each.grad)
+        said.append([(report.made, report.reason) for report in reports if report.pattern == pattern])
+    return grads, said

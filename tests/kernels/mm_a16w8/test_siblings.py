@@ -253,7 +253,7 @@ def test_machine_code(m: int, constant: bool) -> None:
 
 
 def test_x_that_fits_beside_each_weight_alone_is_refused() -> None:
-    """Of more columns fewer blocks share K: q, k and v of Llama 405B, of 16 rows in float16."""
+    """Fewer blocks share K where there are more columns: q, k and v of Llama 405B, of 16 rows in float16."""
     product = unwritten(16, 16384, (16384, 1024, 1024), constant=False)
     x, weights = product.x.half(), [product.w, *(each.w for each in product.beside)]
     parts = [Beside(w, None, x.new_empty(16, w.data.shape[1])) for w in weights]
