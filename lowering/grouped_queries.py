@@ -57,7 +57,7 @@ def _group(node: Node) -> None:
     if isinstance(scale, Node) or not _is_one(tensor_of(query).shape[2]):
         return
     chains = [_repeats(each) for each in operands[1:]]
-    if any(len(chain) == 1 or _may_be_written(chain, node) for chain in chains):
+    if any(len(chain) == 1 or _may_be_written(chain, after=chain[-2], before=node) for chain in chains):
         return
     key, val = (chain[-1] for chain in chains)
     # Repeated keys broadcast a query of one head, which `enable_gqa` refuses.
@@ -65,7 +65,6 @@ def _group(node: Node) -> None:
         return
     if tensor_of(key).shape[1] != tensor_of(val).shape[1] or not _has_kernel(query, key, val, mask):
         return
-
     node.args = (query, key, val)
     node.kwargs = {"attn_mask": mask and _added(mask, node, tensor_of(query).dtype), "scale": scale, "enable_gqa": True}
     for each in dict.fromkeys([*chains[0][:-1], *chains[1][:-1]]):
@@ -79,7 +78,7 @@ def _added(mask: Node, node: Node, dtype: torch.dtype) -> Node:
     PyTorch computes them in each attention, and Inductor merges equal nodes only in graphs with a backward.
     """
     found = tensor_of(mask)
-    if found.dtype != torch.bool or _may_be_written([mask, mask], node):
+    if found.dtype != torch.bool or _may_be_written([mask], after=mask, before=node):
         return mask
     for where in mask.users:
         if where.target is torch.where and where.args == (mask, *_CHOICES):
@@ -185,11 +184,11 @@ def _after(view: View, node: Node) -> View | None:
     return expanded(view, shape) if _called(node) in _EXPANDS else reshaped(view, shape)
 
 
-def _may_be_written(chain: Sequence[Node], node: Node) -> bool:
-    """Whether a tensor of a chain may change between the chain's first view and `node`."""
-    memory = {_memory_of(each) for each in chain}
-    each = chain[-2].next if len(chain) > 1 else node
-    while each is not node:
+def _may_be_written(tensors: Sequence[Node], *, after: Node, before: Node) -> bool:
+    """Whether a node between two others may write into one of the tensors."""
+    memory = {_memory_of(each) for each in tensors}
+    each = after.next
+    while each is not before:
         reads = each.target is F.scaled_dot_product_attention or ("out" not in each.kwargs and _called(each))
         if (not reads or _called(each).endswith("_")) and not memory.isdisjoint(map(_memory_of, each.all_input_nodes)):
             return True

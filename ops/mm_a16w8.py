@@ -274,12 +274,12 @@ MM_A16W8_INVARIANT: Final = Dispatch(
 def check_silu_mul_mm_a16w8(gate: Tensor, up: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int]) -> Block:
     """The block as a tuple, or the error that says which argument is wrong and what would work."""
     name = "silu_mul_mm_a16w8"
-    _check_matrices(name, gate=gate, w=w)
+    check_matrices(name, gate=gate, w=w)
     check_gate_and_up(name, gate, up)
     return check_weight_operands(name, gate, (w, w_scale, w_block), None, None)
 
 
-def _check_matrices(name: str, **operands: Tensor) -> None:
+def check_matrices(name: str, **operands: Tensor) -> None:
     """Raises an error where one of two operands, rows and a weight, is no matrix."""
     for (operand, tensor), sizes in zip(operands.items(), ("M, K", "K, N"), strict=True):
         if tensor.ndim != 2:
@@ -353,7 +353,7 @@ def check_mm_a16w8_silu_mul(
 ) -> Block:
     """The block as a tuple, or the error that says which argument is wrong and what would work."""
     name = "mm_a16w8_silu_mul"
-    _check_matrices(name, x=x, w=w)
+    check_matrices(name, x=x, w=w)
     block = check_weight_operands(name, x, (w, w_scale, w_block), None, None)
     if w_up.shape != w.shape:
         raise ValueError(f"{name}: w has shape {tuple(w.shape)} and w_up {tuple(w_up.shape)}; they must be equal")

@@ -15,8 +15,8 @@ from fp8fn.ops.targets import Chip, Target
 # is chosen by, unless the caller says how many rows to expect. It was not measured: DeepGEMM's own shapes have 4 to 205
 # times the room.
 ROOM_FOR_A_ROW: Final = 16
-# Names of the outputs of products by the second and third weight of one `x`.
-OUTS_BESIDE: Final = ("out_second", "out_third")
+# Names of the weights beside the first one of one `x`, and of all that belongs to them.
+BESIDE: Final = ("second", "third")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,8 +118,8 @@ class WeightProduct(_Product):
 
     @property
     def outputs(self) -> Outputs:
-        outs = {"out": self.out, **dict(zip(OUTS_BESIDE, (each.out for each in self.beside), strict=False))}
-        return Outputs(outs, len(outs))
+        others = {f"out_{name}": each.out for name, each in zip(BESIDE, self.beside, strict=False)}
+        return Outputs({"out": self.out, **others}, 1 + len(others))
 
     def as_matrix(self) -> WeightProduct:
         """The same product; a batch of `x` whose rows follow one another, by one weight, is one matrix."""

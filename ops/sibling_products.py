@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred
-from fp8fn.ops.mm_a16w8 import check_weight_operands, unserved
+from fp8fn.ops.mm_a16w8 import check_matrices, check_weight_operands, unserved
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import Beside, WeightProduct
 from fp8fn.ops.scaled_mm import empty_output
@@ -38,11 +38,9 @@ def _checked(
     """The weights, or the error that says which argument is wrong and what would work."""
     if not len(w) == len(w_scale) == len(bias) or not FEWEST_SIBLINGS <= len(w) <= MOST_SIBLINGS:
         raise ValueError(f"{_NAME}: {len(w)} w, {len(w_scale)} w_scale and {len(bias)} bias; pass two or three of each")
-    for name, tensor, sizes in (("x", x, "M, K"), *((f"w[{i}]", each, "K, N") for i, each in enumerate(w))):
-        if tensor.ndim != 2:
-            raise ValueError(f"{_NAME}: {name} has shape {tuple(tensor.shape)}; it must be ({sizes})")
     blocks = []
     for i, (data, scale, row) in enumerate(zip(w, w_scale, bias, strict=True)):
+        check_matrices(_NAME, **{"x": x, f"w[{i}]": data})
         blocks.append(check_weight_operands(_NAME, x, (data, scale, w_block), row, None))
         if row is not None and row.shape != data.shape[1:]:
             raise ValueError(f"{_NAME}: bias[{i}] has shape {tuple(row.shape)}; it must be ({data.shape[1]},)")

@@ -21,12 +21,11 @@ from fp8fn.lowering.graph.quantizers import begins_aligned, reshaped_of, weight_
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import same_sizes, sized
 from fp8fn.ops import targets
+from fp8fn.ops.cuda.gemm.a16w8_tiles import MOST_ROWS
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.sibling_products import FEWEST_SIBLINGS, MOST_SIBLINGS, serves_siblings
 
 NAME: Final = "sibling_products"
-# Rows up to which one launch serves them.
-MOST_ROWS: Final = 16
 _PRODUCT: Final = torch.ops.fp8fn.mm_a16w8.default
 _OP: Final = torch.ops.fp8fn.mm_a16w8_siblings.default
 _GIVEN: Final = ("placeholder", "get_attr")
@@ -51,6 +50,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
 
 
 def _is_plain(given: dict[str, Any]) -> bool:
+    """Whether a product is one of few rows, whose activations stay in 16 bits whatever the op's argument says."""
     x, w = tensor_of(given["x"]), tensor_of(given["w"])
     sizes = (*x.shape, *w.shape)
     return (

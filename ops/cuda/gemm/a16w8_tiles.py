@@ -27,7 +27,7 @@ from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block, round_up
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.products import BESIDE, WeightProduct
 from fp8fn.ops.tuning.divisions import Division, Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
@@ -41,7 +41,6 @@ _LONG: Final = 8  # stages of K, of a block's part that may not be read early
 # Clusters, by their blocks, that find room at once on an H200 with two blocks on a multiprocessor: of 4 blocks 56 do,
 # and 64 do not; of 7 blocks 36 do not.
 _ROOM: Final = {4: 56, 6: 39, 7: 35, 8: 30}
-_BESIDE: Final = ("second", "third")  # weights beside the first one
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def accepts_beside(product: WeightProduct) -> str | None:
     """None for products by several weights that `plan` takes in one launch, else the reason why not."""
     if product.up is not None:
         return "its rows are computed"
-    for name, (weight, bias, out) in zip(_BESIDE, product.beside, strict=False):
+    for name, (weight, bias, out) in zip(BESIDE, product.beside, strict=False):
         if (weight.block, weight.data.dtype) != (product.w.block, product.w.data.dtype):
             return f"w and w_{name} differ in block or type"
         if _form(bias) != _form(product.bias):
@@ -228,11 +227,9 @@ def choose_config(problem: WeightProblem, *, held: bool = True) -> A16W8TilesCon
         if crowded and steps > 48:
             cluster, crowded = 6, False
         if not crowded and steps <= 32 and _ROOM.get(cluster, wide) < wide <= 64:
-            return (
-                fitted(8, 6, 3)
-                if cluster == 6 and rows == 8 and wide < 56
-                else fitted(8, 4 if wide <= _ROOM[4] else 3, 2)
-            )
+            crowded = rows == 8 and cluster == 6 and wide < 56
+            if not crowded:
+                cluster = 4 if wide <= _ROOM[4] else 3
         return fitted(8, cluster, 3 if crowded else 2)
 
     if 5 * wide * most < 2 * cores:
@@ -345,7 +342,7 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
     s_k, s_n = _scale_steps(product)
     box, tiles_n = (1, config.BN, STAGE_K), -(-n // config.BN)
     others: dict[str, Argument] = {}
-    for name, (weight, its_bias, its_out) in zip(_BESIDE, product.beside, strict=False):
+    for name, (weight, its_bias, its_out) in zip(BESIDE, product.beside, strict=False):
         columns = its_out.shape[-1]
         tiles_n += -(-columns // config.BN)
         others |= {
