@@ -55,7 +55,7 @@ _NUMBERS: Final = itertools.count()
 # PyTorch captures one graph at a time in a process. Meanwhile its generator of random numbers refuses to draw, and
 # refuses replays, also in other threads.
 _CAPTURING: Final = threading.Lock()
-# What `_captured_beside` has made for each device and no call uses now.
+# What `_workspace` has made for each device and no call uses now.
 _IDLE: Final[dict[Any, list[tuple[Any, Any]]]] = {}
 
 
@@ -194,7 +194,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _captured_beside(replayed_on: Any) -> tuple[Any, Any]:
+def _workspace(replayed_on: Any) -> tuple[Any, Any]:
     """The stream on which a call's graphs are captured, and a graph in whose memory they lie; `finish` lends them anew.
 
     cuBLAS keeps up to 32 MiB for each stream that it has seen, and PyTorch the memory of each graph until none is left:
@@ -241,7 +241,7 @@ class _Steps:
         self.shape = length, mask is None, None if positions is None else positions.dim()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
-        self.beside: tuple[Any, Any] | None = None
+        self.workspace: tuple[Any, Any] | None = None
 
     def after(self, token: Tensor, left: int) -> Tensor:
         """The logits after `token (B, 1)`; `left` steps follow at most. The next call may overwrite them."""
@@ -283,12 +283,12 @@ class _Steps:
 
     def finish(self) -> None:
         """Waits for the last steps, past the end too: their graph and its memory are freed now."""
-        if self.beside is not None:
+        if self.workspace is not None:
             current = torch.cuda.current_stream(self.token.device)
             current.synchronize()
             with _CAPTURING:
                 self.graph = self.logits = None
-            _IDLE[current.device].append(self.beside)
+            _IDLE[current.device].append(self.workspace)
 
     def _graph(self) -> torch.cuda.CUDAGraph:
         """The graph of a step, which ran before with these shapes, so that nothing is compiled or loaded in a capture.
@@ -321,8 +321,8 @@ class _Steps:
         assert self.compiled is not None
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.token.device)
         with _CAPTURING, _uncollected():
-            self.beside = self.beside or _captured_beside(current)
-            stream, first = self.beside
+            self.workspace = self.workspace or _workspace(current)
+            stream, first = self.workspace
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 graph.capture_begin(first.pool(), capture_error_mode="thread_local")

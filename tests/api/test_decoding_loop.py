@@ -267,10 +267,10 @@ def captured(step: Callable[..., Any], x: Tensor, patch: pytest.MonkeyPatch) -> 
         "current_stream": lambda _: current,
     }.items():  # fmt: skip
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(decoding, "_captured_beside", lambda _: (Stream(), SimpleNamespace(pool=lambda: (0, 1))))
+    patch.setattr(decoding, "_workspace", lambda _: (Stream(), SimpleNamespace(pool=lambda: (0, 1))))
     steps = object.__new__(decoding._Steps)
     steps.token, steps.inputs, steps.positions = x, (x,), None  # type: ignore[assignment]
-    steps.compiled, steps.beside = decoding._Compiled({}, step, set()), None
+    steps.compiled, steps.workspace = decoding._Compiled({}, step, set()), None
     try:
         steps._capture()
     finally:
@@ -376,8 +376,8 @@ def test_calls_at_the_same_time_share_no_memory(fails: bool, monkeypatch: pytest
 
     class Steps(decoding._Steps):
         def after(self, *given: Any) -> Tensor:
-            self.beside = self.beside or decoding._captured_beside(Stream())
-            beside.append(self.beside)
+            self.workspace = self.workspace or decoding._workspace(Stream())
+            beside.append(self.workspace)
             return super().after(*given)
 
     def during(tokens: Tensor, scores: Tensor) -> Tensor:
