@@ -1,4 +1,7 @@
-"""The pass over the forward and backward graphs that Inductor compiles: fuses producers into their readers."""
+"""The pass over the forward and backward graphs that Inductor compiles: fuses producers into their readers.
+
+It also gathers the additions to counters.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any, Final
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from fp8fn.lowering import joint_pass
+from fp8fn.lowering import counters, joint_pass
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import (
     gated_product,
@@ -38,7 +41,9 @@ def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution
         producers.substitute(graph), saved_silu_mul.substitute(graph), silu_mul_backward.substitute(graph),
         grouped_silu_mul_backward.substitute(graph), inlined.substitute(graph, blocks), given_amax.substitute(graph),
     )  # fmt: skip
-    return [*_reported(graph, "quantized", substitutions), *_products(graph)]
+    found = [*_reported(graph, "quantized", substitutions), *_products(graph)]
+    counters.advance_together(graph)
+    return found
 
 
 def _products(graph: Graph) -> list[Substitution]:
