@@ -158,7 +158,7 @@ def test_one_launch_on_a_gpu() -> None:
     with torch.no_grad():
         for call in range(6):
             assert torch.equal(compiled(x, *counters), x * 1 + sum(range(40)) + 40 * call)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             compiled(x, *counters)
             torch.cuda.synchronize()
     launched = [event.name for event in profile.events() if event.name.startswith("triton_")]

@@ -202,26 +202,55 @@ def _ring(problem: WeightProblem) -> SplitKConfig:
 
     A product with little work has about a block for each multiprocessor. The next launch begins late beside them.
     Else there are as many as find room at once, of four stages of K or more, and the next launch begins late where it
-    may not read early, or would put its blocks beside whole tiles. 64 rows have half as many blocks: sums take longer.
+    may not read early, or would put its blocks beside whole tiles. Tiles of 32 rows serve more than 32 where they have
+    little work, unless tiles of 64 rows are so few that six blocks share K.
     """
     m, k, cores = problem.m, problem.k, problem.cores
     columns, steps = _tiles(problem), stages_of(k)
     halves = columns * -(-m // 32)
-    rows = 32 if m <= 32 or (halves <= cores and halves * steps < 11 * cores) else 64
+    shared = cores <= 11 * columns and 6 * columns * -(-m // 64) <= cores and steps >= 4 * _SHORT
+    rows = 32 if m <= 32 or (halves <= cores and halves * steps < 11 * cores and not shared) else 64
     tiles = columns * -(-m // rows)
     little = tiles * steps < (11 if rows == 32 else 13) * cores
-    if little:
-        wanted = cores * 11 // 10 if rows == 32 else cores * 3 // 4
-        cluster = floor_power_of_two(wanted // tiles) if 2 * tiles <= cores else 1
+    if rows == 64:
+        cluster = _cluster_of_64_rows(tiles, steps, cores, twice=m > 64)
+    elif little:
+        cluster = floor_power_of_two(cores * 11 // 10 // tiles) if 2 * tiles <= cores else 1
     else:
-        cluster = (cores * 13 // 5 if rows == 32 else cores * 7 // 4) // tiles
+        cluster = cores * 13 // 5 // tiles
         if cluster <= 1 and tiles <= cores and steps > 8 * _SHORT:
             cluster = 2
     least = 2 if 5 * tiles * (steps // 4) < 2 * cores else 4  # stages of a block
     cluster = max(1, min(cluster, steps // least, _MOST_CLUSTER))
     resident = 3 if rows == 32 and not little and cluster > 1 else 2
-    late = little or not problem.constant or cluster == 1
+    late = little or not problem.constant or cluster == 1 or (rows == 64 and tiles * cluster <= cores)
     return with_stages(SplitKConfig(rows, 4, 0, cluster, resident, late), k, problem.block)
+
+
+def _cluster_of_64_rows(tiles: int, steps: int, cores: int, *, twice: bool) -> int:
+    """Blocks along K: so few that a multiprocessor has one, or so many that it has two.
+
+    Behind a kernel that ends first, two blocks took 1.64 times as long as one alone, and three steps more; five where
+    one alone has no other to exchange sums with, and six where two tiles of rows read the weight `twice`.
+    """
+    alone = max(c for c in range(1, 7) if _find_room(tiles, c, cores, beside=False))
+    beside = max(c for c in range(1, _MOST_CLUSTER + 1) if _find_room(tiles, c, cores, beside=True))
+    more = 3 if alone > 1 else 6 if twice else 5
+    return alone if steps / alone <= 1.64 * steps / beside + more else beside
+
+
+def _find_room(tiles: int, cluster: int, cores: int, *, beside: bool) -> bool:
+    """Whether all blocks find room at once, one on a multiprocessor or two, as was timed on an H200.
+
+    The blocks of a cluster lie within one group of multiprocessors, of which larger clusters leave some without one.
+    """
+    if cluster <= 2:
+        share = 1.95 if beside else 1.0
+    elif beside:
+        share = 1.65 if cluster % 2 else 1.75
+    else:
+        share = 0.75
+    return cluster == 1 or tiles * cluster <= share * cores
 
 
 def _tiles(problem: WeightProblem) -> int:
