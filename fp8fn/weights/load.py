@@ -84,13 +84,14 @@ def load_weights(
     Args:
         model: Module whose parameters and persistent buffers the checkpoint names.
         path: A safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.
-        device: Where the tensors go; by default where the module's are, and the CPU for the meta device.
-        dtype: Type of the floating-point tensors, and that FP8 weights stand for; by default that of the module's.
+        device: Where the tensors go; by default where the module's are, or the CPU for meta.
+        dtype: Type of the floating-point tensors, and that FP8 weights stand for; by default the module's, or
+            float32 where `from_pretrained` keeps that.
         strict: Whether a name that is missing, or one that the module does not have, is an error.
         activations: "fp8" also quantizes the activations of products with many rows; see `FP8Weight`.
 
     Returns:
-        The missing and the unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.
+        Missing and unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.
 
     Raises:
         RuntimeError: Names, shapes or types do not fit.
@@ -132,6 +133,7 @@ def load_weights(
         raise RuntimeError("\n\t".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *errors]))
     _check_ties(slots, tensors)
     rebuilt = rebuilt_buffers(model, device)
+    types = _types(model, slots, dtype)
     first = {given[id(slot.tensor)][0]: slot for slot in slots if given[id(slot.tensor)]}
     loaded = []
     # In the order of the files. Once a file's tensors are on a GPU, its pages leave the host's memory.
@@ -142,7 +144,7 @@ def load_weights(
             if shard not in entry.shards:
                 shard.unmap()
         shards = entry.shards
-        loaded.append((slot, _converted(slot, entry.load(), device, dtype, activations)))
+        loaded.append((slot, _converted(slot, entry.load(), device, types[id(slot.tensor)], activations)))
     for slot, value in loaded:
         for place in slot.places:
             held: dict[str, Any] = place.module._parameters if slot.is_parameter else place.module._buffers
@@ -257,13 +259,33 @@ def _equal(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
     return torch.equal(*(x.view(torch.uint8) if x.element_size() == 1 else x for x in (a, b)))
 
 
+def _types(model: nn.Module, slots: Iterable[_Slot], dtype: torch.dtype | None) -> dict[int, torch.dtype]:
+    """The type of each tensor: float32 where `from_pretrained` of transformers keeps that, whatever the model's is.
+
+    A model that is built in 16 bits has these tensors in 16 bits, too: the correction of DeepSeek-V3's router, say.
+    """
+    strict, of_half = (
+        {pattern.replace("*", ".*") for module in model.modules() for pattern in getattr(module, name, None) or ()}
+        for name in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
+    )
+    kept = {torch.bfloat16: strict, torch.float16: strict | of_half}
+    types = {}
+    for slot in slots:
+        wanted = dtype or slot.tensor.dtype
+        patterns = kept.get(wanted, ())
+        if any(re.search(pattern, name) for pattern in patterns for name in slot.names):
+            wanted = torch.float32
+        types[id(slot.tensor)] = wanted
+    return types
+
+
 def _converted(
-    slot: _Slot, value: ScaledTensor | Tensor, device: torch.device | str | None, dtype: torch.dtype | None,
+    slot: _Slot, value: ScaledTensor | Tensor, device: torch.device | str | None, dtype: torch.dtype,
     activations: Activations,
 ) -> Tensor:  # fmt: skip
-    """The parameter or the buffer that holds a tensor of the checkpoint."""
+    """The parameter or the buffer of a type that holds a tensor of the checkpoint."""
     old: Any = slot.tensor
-    stands_for = dtype or (old.dtype if old.dtype in INPUT_DTYPES else torch.bfloat16)
+    stands_for = dtype if dtype in INPUT_DTYPES else torch.bfloat16
     if is_sharded(old):
         whole = FP8Weight(value, stands_for, activations) if isinstance(value, ScaledTensor) else value
         local = part_of(whole, old).to(device or old.device_mesh.device_type)
@@ -275,8 +297,8 @@ def _converted(
         moved = FP8Weight(moved, stands_for, activations)
     if isinstance(value, ScaledTensor):
         return nn.Parameter(moved, requires_grad=False)
-    if moved.is_floating_point() and (dtype is not None or old.is_floating_point()):
-        moved = moved.to(dtype or old.dtype)
+    if moved.is_floating_point() and dtype.is_floating_point:
+        moved = moved.to(dtype)
     if not slot.is_parameter:
         return moved
     return nn.Parameter(moved, requires_grad=old.requires_grad and moved.is_floating_point())

@@ -37,16 +37,20 @@ IDS: Final = torch.arange(24).view(2, 12) * 37 % 160
 FILE: Final = "model.safetensors"
 
 
-def build(name: str, **changed: Any) -> Any:
-    """A model in bfloat16 with random parameters and buffers."""
+def initialized(name: str, **changed: Any) -> Any:
     config = CONFIGS[name]()
     for key, value in changed.items():
         setattr(config, key, value)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    for key, value in model.state_dict().items():
-        if key.endswith("e_score_correction_bias"):
-            value.normal_()
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def build(name: str, **changed: Any) -> Any:
+    """A model in bfloat16 with random parameters and buffers, of the types that `from_pretrained` gives them."""
+    model = initialized(name, **changed)
+    for module in model.modules():
+        if "e_score_correction_bias" in module._buffers:
+            module.e_score_correction_bias = torch.randn(4)
     return model
 
 
@@ -58,7 +62,7 @@ def quantized(name: str, block: Block = (128, 128), **changed: Any) -> Any:
 
 def empty(name: str, **changed: Any) -> Any:
     with torch.device("meta"):
-        return build(name, **changed)
+        return initialized(name, **changed)
 
 
 @torch.no_grad()
@@ -118,6 +122,37 @@ def test_experts_in_several_files(tmp_path: Path) -> None:
     assert len({file for name, file in files.items() if ".experts." in name}) > 1
     fp8fn.load_weights(loaded, tmp_path)
     check_same(loaded, model)
+
+
+@pytest.mark.parametrize("given", [None, torch.bfloat16], ids=str)
+def test_what_transformers_keeps_in_float32(given: torch.dtype | None, tmp_path: Path) -> None:
+    """DeepSeek-V3's correction of the router chooses experts by differences that bfloat16 does not have."""
+    model, loaded, name = build("deepseek_v3"), empty("deepseek_v3"), "model.layers.0.mlp.gate.e_score_correction_bias"
+    correction = model.get_buffer(name).copy_(7 + torch.arange(4) / 1024)
+    fp8fn.quantize_weights(model)
+    fp8fn.save_weights(model, tmp_path)
+    assert loaded.get_buffer(name).dtype == torch.bfloat16
+    fp8fn.load_weights(loaded, tmp_path, dtype=given)
+    assert loaded.get_buffer(name).dtype == torch.float32
+    assert torch.equal(loaded.get_buffer(name), correction)
+    check_same(loaded, model)
+
+
+def test_what_transformers_keeps_in_float32_beside_float16(tmp_path: Path) -> None:
+    """T5's second products exceed float16, whose FP8 weights stand for float32 as in `from_pretrained`."""
+    config = transformers.T5Config(
+        vocab_size=160, d_model=128, d_kv=64, d_ff=256, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    fp8fn.quantize_weights(model)
+    fp8fn.save_weights(model, tmp_path)
+    for dtype, wanted in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        with torch.device("meta"):
+            loaded = transformers.T5ForConditionalGeneration(config).eval().to(dtype)
+        fp8fn.load_weights(loaded, tmp_path)
+        feed_forward = loaded.encoder.block[0].layer[1].DenseReluDense
+        assert (feed_forward.wo.weight.dtype, feed_forward.wi.weight.dtype) == (wanted, dtype)
+        assert same(feed_forward.wo.weight, model.encoder.block[0].layer[1].DenseReluDense.wo.weight)
 
 
 @pytest.mark.parametrize("name", NAMES)
