@@ -14,7 +14,13 @@ with needed_by("fp8fn.decoding_loop"):
     import torch._dynamo.config as settings
     from torch._dynamo.decorators import maybe_mark_dynamic
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_fn
-    from torch._dynamo.exc import FailOnRecompileLimitHit, RecompileError, Unsupported, UserError
+    from torch._dynamo.exc import (
+        FailOnRecompileLimitHit,
+        InternalTorchDynamoError,
+        RecompileError,
+        Unsupported,
+        UserError,
+    )
 
     look_for(settings, "error_on_recompile")
     look_for(settings, "skip_nnmodule_hook_guards")

@@ -43,12 +43,13 @@ on_a_gpu = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "igno
 
 
 def made(kind: str, **changed: Any) -> Any:
-    configs = {
+    configs: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 4}),
         "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM, {}),
         "bloom": (transformers.BloomConfig, transformers.BloomForCausalLM, {"n_layer": 2, "n_head": 4}),
+        "roformer": (transformers.RoFormerConfig, transformers.RoFormerForCausalLM, {"is_decoder": True}),
         "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, {}),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {"head_dim": 32, "sliding_window": 8}),
     }
@@ -162,14 +163,14 @@ def test_a_hook_after_the_step_was_compiled() -> None:
 
 
 def test_a_step_of_more_than_one_graph() -> None:
-    """Dynamic NTK reads positions in Python; a loop over experts reads which of them are chosen."""
+    """Dynamic NTK and RoFormer read positions in Python; a loop over experts reads which of them are chosen."""
     model = made("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     experts = made("mixtral")
     experts.set_experts_implementation("eager")
-    for each in (model, experts):
+    for each in (model, experts, made("roformer")):
         with pytest.raises(ValueError, match=r"more than one graph for torch\.compile; pass disable_compile=True"):
             generated(each, True, disable_compile=False)
-    assert torch.equal(generated(model, True, do_sample=False), generated(model, False, do_sample=False))
+        assert torch.equal(generated(each, True, do_sample=False), generated(each, False, do_sample=False))
 
 
 class Event:
