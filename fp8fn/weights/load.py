@@ -265,8 +265,8 @@ def _types(model: nn.Module, slots: Iterable[_Slot], dtype: torch.dtype | None) 
     A model that is built in 16 bits has these tensors in 16 bits, too: the correction of DeepSeek-V3's router, say.
     """
     strict, of_half = (
-        {pattern.replace("*", ".*") for module in model.modules() for pattern in getattr(module, name, None) or ()}
-        for name in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
+        {pattern.replace("*", ".*") for module in model.modules() for pattern in _names_in(module, attribute)}
+        for attribute in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
     )
     kept = {torch.bfloat16: strict, torch.float16: strict | of_half}
     types = {}
@@ -277,6 +277,12 @@ def _types(model: nn.Module, slots: Iterable[_Slot], dtype: torch.dtype | None) 
             wanted = torch.float32
         types[id(slot.tensor)] = wanted
     return types
+
+
+def _names_in(module: nn.Module, attribute: str) -> Iterable[str]:
+    """The names in a list or a set of transformers; another module's attribute of this name may be anything."""
+    found = getattr(module, attribute, None)
+    return [name for name in found if isinstance(name, str)] if isinstance(found, (list, set, tuple)) else ()
 
 
 def _converted(

@@ -138,6 +138,18 @@ def test_what_transformers_keeps_in_float32(given: torch.dtype | None, tmp_path:
     check_same(loaded, model)
 
 
+@pytest.mark.parametrize("names", ["weight", nn.Linear.forward, 3, [b"weight", None]], ids=type)
+def test_another_modules_attribute_of_that_name(names: Any, tmp_path: Path) -> None:
+    class Own(nn.Linear):
+        _keep_in_fp32_modules_strict = names
+
+    save_file(Own(8, 4).bfloat16().state_dict(), tmp_path / FILE)
+    with torch.device("meta"):
+        loaded = Own(8, 4, dtype=torch.bfloat16)
+    fp8fn.load_weights(loaded, tmp_path)
+    assert (loaded.weight.dtype, loaded.bias.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
 def test_what_transformers_keeps_in_float32_beside_float16(tmp_path: Path) -> None:
     """T5's second products exceed float16, whose FP8 weights stand for float32 as in `from_pretrained`."""
     config = transformers.T5Config(
