@@ -274,7 +274,7 @@ class _Steps:
                 self.compiled = _compiled(model, len(token), self.how)
                 return self.compiled.step(*self.inputs)
             except (dynamo.Unsupported, dynamo.UserError, dynamo.InternalTorchDynamoError) as error:
-                # An internal error is what a range of positions between values of tensors gives, as RoFormer's.
+                # A range of positions between values of tensors gives an internal error, as in RoFormer.
                 what = "the model's step is more than one graph for torch.compile"
                 raise ValueError(f"decoding_loop: {what}; pass disable_compile=True") from error
 

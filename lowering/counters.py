@@ -43,7 +43,7 @@ def advance_together(graph: Graph) -> None:
 
 
 def _advance(write: Node) -> _Advance | None:
-    """What a copy writes, if that is a small input plus a number and no other node reads the sum."""
+    """The addition that a copy writes back, of a number to a small input, if no other node reads the sum; else None."""
     counter, total = write.args
     if not isinstance(counter, Node) or counter.op != "placeholder" or not isinstance(total, Node):
         return None
