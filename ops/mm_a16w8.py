@@ -40,13 +40,13 @@ from fp8fn.ops.targets import Target
 
 if TYPE_CHECKING:
     from fp8fn.ops import dequantize
-    from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
+    from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, parts_a16w8, splitk_a16w8
     from fp8fn.ops.triton import mm_a16w8 as triton
     from fp8fn.ops.tuning import weight
 else:
     a16w8_tiles, gemv_a16w8 = deferred("fp8fn.ops.cuda.gemm.a16w8_tiles"), deferred("fp8fn.ops.cuda.gemm.gemv_a16w8")
     mm_a16w8, splitk_a16w8 = deferred("fp8fn.ops.cuda.gemm.mm_a16w8"), deferred("fp8fn.ops.cuda.gemm.splitk_a16w8")
-    dequantize = deferred("fp8fn.ops.dequantize")
+    dequantize, parts_a16w8 = deferred("fp8fn.ops.dequantize"), deferred("fp8fn.ops.cuda.gemm.parts_a16w8")
     triton, weight = deferred("fp8fn.ops.triton.mm_a16w8"), deferred("fp8fn.ops.tuning.weight")
 
 MM_A16W8_SCHEMA: Final = (
@@ -236,6 +236,7 @@ def _in_lines(product: WeightProduct) -> tuple[Tensor | None, ...] | None:
 
 KERNELS: Final = (
     Kernel("dequantized", dequantize.accepts, no_config, dequantize.plan, _untuned_dequantized),
+    Kernel("cuda_parts", parts_a16w8.accepts, parts_a16w8.configure, parts_a16w8.plan, parts_a16w8.untuned),
     Kernel("cuda_splitk", splitk_a16w8.accepts, splitk_a16w8.configure, splitk_a16w8.plan, _untuned_splitk),
     Kernel("cuda_tiles", a16w8_tiles.accepts, a16w8_tiles.configure, a16w8_tiles.plan, a16w8_tiles.untuned),
     Kernel("cuda_gemv", gemv_a16w8.accepts, gemv_a16w8.configure, gemv_a16w8.plan, _untuned_gemv),

@@ -50,6 +50,14 @@ class _Product:
         return Outputs({"out": self.out}, 1)
 
 
+class Beside(NamedTuple):
+    """The weight, the bias and the output of a product beside another one of the same `x`."""
+
+    w: Quantized
+    bias: Tensor | None
+    out: Tensor
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScaledProduct(_Product):
     """`out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)` of quantized operands; a matrix serves a whole batch.
@@ -72,6 +80,10 @@ class ScaledProduct(_Product):
     """Whether sums over K may stay in the tensor core's accumulator, which keeps some 14 bits."""
     chip: Chip | None = None
     """The chip whose tables are read; by default that of the tensors' device."""
+    parts: int = 1
+    """The matrices in `a (parts, M, K)` whose sum is multiplied: 16-bit rows that the launch before has split."""
+    beside: tuple[Beside, ...] = ()
+    """With `parts`: the products of `a` by further matrices, whose scales and biases lie as those of `b`."""
 
     @property
     def k(self) -> int:
@@ -83,14 +95,6 @@ class ScaledProduct(_Product):
         if self.counts is None:
             return -(-self.m // self.group_ends.shape[0])
         return min(self.expected_rows or -(-self.m // ROOM_FOR_A_ROW), self.m)
-
-
-class Beside(NamedTuple):
-    """The weight, the bias and the output of a product beside another one of the same `x`."""
-
-    w: Quantized
-    bias: Tensor | None
-    out: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,7 +1,7 @@
 """The op `fp8fn::mm_a16w8_siblings`: products of one matrix by two or three FP8 weights, such as those of q, k and v.
 
-One launch computes those of few rows. Passes over compiled graphs call the op. Its schema is in `ops/mm_a16w8.py`: a
-process that never calls it does not import this file.
+One launch computes those of few rows; of more, one behind a launch that splits them into FP8 parts. Passes over
+compiled graphs call the op. Its schema is in `ops/mm_a16w8.py`: a process that never calls it does not import this one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from fp8fn.ops.scaled_mm import empty_output
 from fp8fn.ops.targets import Target
 
 if TYPE_CHECKING:
-    from fp8fn.ops.cuda.gemm import a16w8_tiles
+    from fp8fn.ops.cuda.gemm import a16w8_tiles, parts_a16w8
 else:
     a16w8_tiles = deferred("fp8fn.ops.cuda.gemm.a16w8_tiles")
+    parts_a16w8 = deferred("fp8fn.ops.cuda.gemm.parts_a16w8")
 
 FEWEST_SIBLINGS: Final = 2
 MOST_SIBLINGS: Final = 3
+MOST_SIBLING_ROWS: Final = 768
 _NAME: Final = "mm_a16w8_siblings"
 
 
@@ -77,7 +79,10 @@ def serves_siblings(
 ) -> str | None:
     """None where one launch computes the products on a GPU, else why not."""
     product = _product(x, weights, biases, target, constant)
-    return unserved(product) or _accepts(product)
+    if (reason := unserved(product)) is not None:
+        return reason
+    reasons = [kernel.accepts(product) or kernel.untuned(product) for kernel in _KERNELS]
+    return None if None in reasons else "; ".join(map(str, dict.fromkeys(reasons)))
 
 
 def _product(
@@ -97,14 +102,15 @@ def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:
     return _product(x, weights, bias, targets.target_of(x.device), constant)
 
 
-def _accepts(product: WeightProduct) -> str | None:
-    return a16w8_tiles.accepts_beside(product) or a16w8_tiles.untuned(product)
-
-
 def _one_by_one(product: WeightProduct) -> list[Tensor]:
     every = (Beside(product.w, product.bias, product.out), *product.beside)
     return [torch.ops.fp8fn.mm_a16w8(product.x, *w, bias, constant=product.constant) for w, bias, _ in every]
 
+
+_KERNELS: Final = (
+    Kernel("cuda_parts", parts_a16w8.accepts_beside, parts_a16w8.configure, parts_a16w8.plan, parts_a16w8.untuned),
+    Kernel("cuda_tiles", a16w8_tiles.accepts_beside, a16w8_tiles.configure, a16w8_tiles.plan, a16w8_tiles.untuned),
+)
 
 MM_A16W8_SIBLINGS: Final = Dispatch(
     op=_NAME,
@@ -113,7 +119,7 @@ MM_A16W8_SIBLINGS: Final = Dispatch(
         "bias_third",
     ),
     operands=_operands,
-    kernels=(Kernel("cuda_tiles", _accepts, a16w8_tiles.configure, a16w8_tiles.plan),),
+    kernels=_KERNELS,
     reference=_one_by_one,
     unserved=unserved,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Computes the products of a few rows by two or three FP8 weights in one launch.
+"""Computes the products of the same rows by two or three FP8 weights in one launch.
 
     q, k, v = (project(x) for project in (q_proj, k_proj, v_proj))    # fp8fn::mm_a16w8_siblings
 
@@ -23,7 +23,7 @@ from fp8fn.lowering.graph.views import same_sizes, sized
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm.a16w8_tiles import MOST_ROWS
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.sibling_products import FEWEST_SIBLINGS, MOST_SIBLINGS, serves_siblings
+from fp8fn.ops.sibling_products import FEWEST_SIBLINGS, MOST_SIBLING_ROWS, MOST_SIBLINGS, serves_siblings
 
 NAME: Final = "sibling_products"
 _PRODUCT: Final = torch.ops.fp8fn.mm_a16w8.default
@@ -33,7 +33,7 @@ _PARTS: Final = ("w", "w_scale", "bias")
 
 
 def substitute(graph: Graph) -> Iterator[Substitution]:
-    """Reports each product of few rows that has siblings, products of the same rows by other FP8 weights."""
+    """Reports each product that has siblings, products of the same rows by other FP8 weights."""
     families: dict[Any, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=_PRODUCT):
         given = arguments_of(node)
@@ -50,13 +50,13 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
 
 
 def _is_plain(given: dict[str, Any]) -> bool:
-    """Whether a product is one of few rows, whose activations stay in 16 bits whatever the op's argument says."""
+    """Whether a product's rows stay in 16 bits, as few do whatever the op's argument says, and may share a launch."""
     x, w = tensor_of(given["x"]), tensor_of(given["w"])
     sizes = (*x.shape, *w.shape)
     return (
         len(sizes) == 4
         and all(isinstance(size, int) for size in sizes)
-        and 0 < x.shape[0] <= MOST_ROWS
+        and 0 < x.shape[0] <= (MOST_SIBLING_ROWS if given["activations"] == "16bit" else MOST_ROWS)
         and not given["batch_invariant"]
         and given["out_dtype"] in (None, x.dtype)
     )

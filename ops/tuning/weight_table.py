@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
+from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, parts_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.formats import short_name
@@ -30,6 +30,7 @@ def candidates(problem: WeightProblem) -> Mapping[str, Sequence[Any]]:
     if hopper_fault(problem.target) is not None:
         return {"triton_mm": _tiles(problem)} if fp8_dtypes(problem.target) else {}
     found = {
+        "cuda_parts": parts_a16w8.candidates(problem),
         "cuda_splitk": splitk_a16w8.candidates(problem),
         "cuda_tiles": a16w8_tiles.candidates(problem),
         "cuda_gemv": gemv_a16w8.candidates(problem),

@@ -103,7 +103,7 @@ def test_more_than_three_are_taken_by_threes() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "rows"),
     [
-        (Projections, {}, 17),
+        (Projections, {}, 769),
         (OneBias, {}, 4),
         (OfTwo, {}, 4),
         (Chained, {}, 4),

@@ -31,7 +31,7 @@ if __name__ == "__main__":  # a script has its own folder on the path, and not t
 
 
 from fp8fn.ops import reference
-from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
+from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, parts_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
 from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, ScaledMmConfig
@@ -49,6 +49,7 @@ from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block, matrix_strides
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import Beside, RoutedProduct, Routing, ScaledProduct, WeightProduct
@@ -99,9 +100,14 @@ Launches: TypeAlias = Iterator[tuple[str, CudaLaunch]]
 def launches(device: torch.device | str, target: Target) -> Launches:
     """Names, and launches on operands of `device`; on `meta` they only compile."""
     for info in CUDA:
+        found: set[CudaKernel] = set()
         for form in info.forms(Place(torch.device(device), framed=False), target):
-            for launch in form.launches:
-                yield f"{info.file} {form.name}", launch
+            *before, last = form.launches
+            for launch in before:  # many forms may have the same one
+                if launch.kernel not in found:
+                    found.add(launch.kernel)
+                    yield f"{launch.kernel.file} {form.name}", launch
+            yield f"{last.kernel.file} {form.name}", last
 
 
 # ---- products of two FP8 operands -----------------------------------------------------------------------------------
@@ -251,14 +257,14 @@ def _gated_rows_by_weight(m: int, n: int, k: int, place: Place, dtype: torch.dty
 
 
 def _sibling_products(
-    m: int, widths: tuple[int, ...], k: int, place: Place, dtype: torch.dtype
+    m: int, widths: tuple[int, ...], k: int, place: Place, dtype: torch.dtype, block: Block = (128, 128)
 ) -> tuple[Operands, WeightProduct]:
     """Products of one `x` by weights of `widths` columns."""
     operands = Operands(place)
     x = operands.input("x", (m, k), dtype)
     made = {}
     for name, n in zip(("", "_second", "_third"), widths, strict=False):
-        w = operands.quantized(f"w{name}", (k, n), (128, 128), column_major=True)
+        w = operands.quantized(f"w{name}", (k, n), block, column_major=True)
         bias = operands.input(f"bias{name}", (n,), torch.float32)
         made[f"out{name}"] = Beside(w, bias, operands.output(f"out{name}", (m, n), dtype))
     operands.expected = lambda: {
@@ -397,6 +403,24 @@ def _splitk_a16w8(place: Place, target: Target) -> Forms:
         for constant in (False, True):
             launches = splitk_a16w8.plan(replace(given, constant=constant), config)
             yield Form(f"{'constant ' * constant}{config}", launches, operands)
+
+
+def _parts_a16w8(place: Place, target: Target) -> Forms:
+    configs = [replace(tile, SPLIT=split) for tile in parts_a16w8.TILES for split in (1, 2)]
+    given_types, rows = cycle((BF16, FP16, BF16)), cycle((-7, 9))
+    for config, block, dtype in zip(configs, cycle(WEIGHT_BLOCKS), given_types, strict=False):
+        dtype = dtype if parts_a16w8.fits(config, parts_a16w8.PARTS[dtype]) else BF16
+        if config.SPLIT > 1 and not parts_a16w8.shares_k(config):
+            continue
+        m, k = config.BM + next(rows), 24 * config.SPLIT * BK + 24  # no ring has more than 12 stages
+        operands, given = _rows_by_weight(m, 2 * config.BN + 6, k, block, place, target=_few(target), dtype=dtype)
+        yield Form(f"M{m} {dtype} {config}", parts_a16w8.plan(given, config), operands)
+    for config, block, widths in zip(
+        configs[1:8:2], cycle(WEIGHT_BLOCKS), cycle(((130, 3, 200), (136, 64))), strict=False
+    ):
+        operands, given = _sibling_products(config.BM + 9, widths, 24 * config.SPLIT * BK + 24, place, BF16, block)
+        given = replace(given, target=_few(target))
+        yield Form(f"siblings {config}", parts_a16w8.plan(given, config), operands)
 
 
 # ---- MX -------------------------------------------------------------------------------------------------------------
@@ -782,6 +806,12 @@ CUDA: Final = (
     KernelInfo(
         "splitk_a16w8.cu", _splitk_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,
         emulated=("32x64", "constant 32x64"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+    ),
+    KernelInfo(
+        "split_rows.cu", _parts_a16w8, 1e-5, 2.0**-11, overlaps=True,
+        early=frozenset(f"{name}{of}" for name in ("b", "b_scale") for of in ("", "_second", "_third")),
+        emulated=(f"M57 {BF16} 64x32", "M73", "M121", "siblings"),
+        nan=(*_WEIGHT_NAN, *_BESIDE, "bias_second"), far=(*_WEIGHT_FAR[:2], ("w_second", -1)),
     ),
     KernelInfo(
         "gemv_mx.cu", _gemv_mx, 1e-5, 2.0**-12, overlaps=True, emulated=("dense", "routed"), nan=_MX_NAN,

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8fn.ops.kernel import choose
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
+from fp8fn.ops.mm_a16w8 import KERNELS
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
@@ -75,6 +77,13 @@ def with_parts(product: WeightProduct, **parts: Any) -> WeightProduct:
     """With other parts: `data`, `scale` and `block` of w, and fields of the product."""
     of_w = {name: parts.pop(name) for name in ("data", "scale", "block") if name in parts}
     return replace(product, w=product.w._replace(**of_w), **parts)
+
+
+def entry_without_parts(product: WeightProduct) -> str:
+    """The name of the launch that computes a product of rows which are not split into FP8 parts."""
+    product = product.as_matrix()
+    (launch,) = choose(product, [kernel for kernel in KERNELS if kernel.name != "cuda_parts"]).plan(product)
+    return launch.name
 
 
 def routed_product(

@@ -21,19 +21,24 @@
 // Early starts. Where a tile has two products, whose epilogue is long, and scales change along K, the next tile's first
 // product starts before it.
 //
+// Parts. With PARTS, A is the sum of so many matrices in FP8, one behind the other: 16-bit rows that `split_rows.cu` has
+// split. The launch overlaps with that one: it loads B before it waits. Each part is one more product with the same K
+// tile of B, onto the same sums. With BESIDE, further weights are multiplied by the same A, each with its bias, into its
+// own output: their tiles come after those of B, and a tile's `batch` is the number of its weight.
+//
 // Variants. With CLUSTER 2, two blocks share the loads of B by multicast (SHARE_B: one lies above the other in M), or
 // the loads of A (the two lie side by side in N). With few rows B is read once (B_ONCE): its lines are evicted from the
 // L2 first, before dirty lines, which would have to be written back to make room. With few tiles the SPLIT blocks of a
 // cluster share K: each block owns some rows of the tile, receives the other blocks' sums of these rows, adds them in
 // the order of K and stores them.
 //
-// Shared memory: A (STAGES, BM, BK), B (STAGES, BN, BK), output buffers or received sums, scales of A, scales of B,
+// Shared memory: A (STAGES, PARTS, BM, BK), B (STAGES, BN, BK), output buffers or received sums, scales of A, scales of B,
 // tiles, the mbarriers, and the ring of tiles' numbers. The AT_... constants are the offsets.
 //
 // Macros:
 //   A_TYPE, B_TYPE    the types of the operands, which only the generated `wgmma` reads
 //   MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, GROUP (rows of tiles that are walked together)
-//   CLUSTER, SHARE_B, SPLIT, B_ONCE
+//   CLUSTER, SHARE_B, SPLIT, B_ONCE, PARTS, BESIDE (0, 1, 2)
 //   A_SCALE, B_SCALE  WHOLE, LINE, VECTOR or BLOCK (`scale_kinds.cuh`)
 //   PROMOTE           K tiles a promotion, where no scale changes along K
 //   TURNS             whether warpgroups may take turns
@@ -44,6 +49,7 @@
 #include "hopper.cuh"
 #include "convert.cuh"
 #include "groups.cuh"
+#include "overlap.cuh"
 #include "scale_kinds.cuh"
 
 // How a tile is stored: PAIRS, two values of a thread at a time; LINES, through shared memory, 16 bytes of a row at a
@@ -68,6 +74,8 @@ static_assert(A_SCALE != BLOCK || (SLICES_M == 1 && GROUPED != JAGGED_M),
               "the 64 rows of a warpgroup lie in one block of A");
 static_assert(DEPTH < 2 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
 static_assert(DEPTH > 0 || !SCALED, "a scale that changes along K is applied to a temporary");
+static_assert(!BESIDE || (PARTS > 1 && OUT_VIA != BULK), "outputs are addresses");
+static_assert(PARTS == 1 || (CLUSTER == 1 && A_SCALE == VECTOR && !GROUPED), "rows that were split have scales");
 
 // Where turns may be faster: a promotion by scales of rows and of columns lasts too long for them. With three warpgroups
 // and scales along K they are on an H100, and slower on an H200: tables say TURNS 0.
@@ -86,7 +94,7 @@ constexpr int COLUMN_CHUNKS = BN / COLUMN_CHUNK;
 #include "deal.cuh"
 #include "tiles.cuh"
 
-constexpr int A_BYTES = BM * BK;
+constexpr int A_BYTES = PARTS * BM * BK;
 constexpr int B_BYTES = BN * BK;
 // TMA loads of scales begin at multiples of 16 bytes, while a group of rows may begin anywhere: 4 scales more are
 // loaded.
@@ -165,7 +173,7 @@ using Out = OutType*;
 #if OUT_VIA == BULK
 #define OUT_ROWS out_rows
 #else
-#define OUT_ROWS out
+#define OUT_ROWS OF_WEIGHT(out, tile)
 #endif
 #if GROUPED
 using Offsets = const int*;
@@ -174,6 +182,28 @@ using OutRows = OutType*;
 #else
 #define GROUP_PARAMETERS
 constexpr const int* offsets = nullptr;
+#endif
+
+using Bias = const BiasType*;
+#define MAP const __grid_constant__ TensorMap
+#define SCALES const __grid_constant__ BScale
+#if BESIDE > 0
+#define SECOND_WEIGHT , MAP b_second, SCALES b_scale_second, Bias bias_second, Out out_second, int columns_second
+#else
+#define SECOND_WEIGHT
+#endif
+#if BESIDE > 1
+#define THIRD_WEIGHT , MAP b_third, SCALES b_scale_third, Bias bias_third, Out out_third, int columns_third
+#else
+#define THIRD_WEIGHT
+#endif
+// What belongs to the weight that a tile multiplies.
+#if BESIDE > 1
+#define OF_WEIGHT(NAME, TILE) ((TILE).batch == 0 ? NAME : (TILE).batch == 1 ? NAME##_second : NAME##_third)
+#elif BESIDE > 0
+#define OF_WEIGHT(NAME, TILE) ((TILE).batch == 0 ? NAME : NAME##_second)
+#else
+#define OF_WEIGHT(NAME, TILE) NAME
 #endif
 
 #if A_SCALE == BLOCK
@@ -197,15 +227,30 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
     scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
               const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
               const Problem problem, int* counters, int a_batched, int b_batched, int out_m, int as_batch, int bs_batch,
-              int bs_n, int bs_k BLOCK_PARAMETERS GROUP_PARAMETERS) {
+              int bs_n, int bs_k SECOND_WEIGHT THIRD_WEIGHT BLOCK_PARAMETERS GROUP_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
+    if constexpr (PARTS > 1) let_next_begin();
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
     auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
     [[maybe_unused]] auto full_run = [&](int run) { return base + AT_RUN_FULL + run * 8; };
     [[maybe_unused]] auto empty_run = [&](int run) { return base + AT_RUN_EMPTY + run * 8; };
     auto full_tile = [&](int place) { return base + AT_TILE_FULL + place * 8; };
     auto empty_tile = [&](int place) { return base + AT_TILE_EMPTY + place * 8; };
+
+    // Outputs beside each other are contiguous: the step between rows is the number of columns.
+    const int columns = BESIDE ? out_m : problem.N;
+    auto tile_at = [&](const Walk& walk, int index) {
+        Tile tile = walk.at(index);
+#if BESIDE > 0
+        auto width_of = [](int columns) { return (columns + BN - 1) / BN * BN; };
+        if (tile.n >= width_of(columns)) tile.n -= width_of(columns), tile.batch = 1;
+#if BESIDE > 1
+        if (tile.batch == 1 && tile.n >= width_of(columns_second)) tile.n -= width_of(columns_second), tile.batch = 2;
+#endif
+#endif
+        return tile;
+    };
 
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
@@ -269,26 +314,56 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             // TMA takes longer to fill rows past the end with zeros than to load rows, so that a box has no more rows
             // than A. The other rows of the stage are never written, and the products with them are not stored.
             const int stage_bytes =
-                (B_ONCE ? min(problem.M, BM) * BK : A_BYTES) + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
+                (B_ONCE ? PARTS * min(problem.M, BM) * BK : A_BYTES) + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES;
             Walk walk(problem, offsets);
+            [[maybe_unused]] int ahead = PARTS > 1 ? STAGES : 0;  // K tiles of B that come before the wait
             for (int index; walk.reaches(index = deal.next());) {
-                const Tile tile = walk.at(index);
+                const Tile tile = tile_at(walk, index);
                 const int a_batch = tile.batch * a_batched, b_batch = tile.batch * b_batched;
+                [[maybe_unused]] auto expect_with_b = [&](int stage, int along_k) {
+                    barrier_expect(full(stage), stage_bytes);
+                    const uint32_t to_b = base + AT_B + stage * B_BYTES;
+                    if constexpr (B_ONCE)
+                        tma_load(to_b, OF_WEIGHT(b, tile), full(stage), along_k, tile.n, b_batch, first_out);
+                    else
+                        tma_load(to_b, OF_WEIGHT(b, tile), full(stage), along_k, tile.n, b_batch);
+                };
+                if (PARTS > 1 && ahead == STAGES) {
+                    ahead = min(STAGES, tile.k_stop - tile.k_start);
+#pragma unroll 1
+                    for (int k = 0; k < ahead; ++k) expect_with_b(k, tile.row_of(tile.k_start + k));
+                    wait_for_launches();
+                }
 #pragma unroll 1  // this warpgroup has few registers
                 for (int k = tile.k_start; k < tile.k_stop; ++k, ring.advance()) {
                     const int s = ring.stage;
                     const uint32_t to_a = base + s * A_BYTES, to_b = base + AT_B + s * B_BYTES;
                     const int along_k = tile.row_of(k);
-                    barrier_wait(empty(s), ring.parity ^ 1);
-                    barrier_expect(full(s), stage_bytes);
-                    if constexpr (CLUSTER > 1 && !SHARE_B) {
+                    if constexpr (PARTS > 1) {
+                        if (ahead > 0) {
+                            --ahead;
+                        } else {
+                            barrier_wait(empty(s), ring.parity ^ 1);
+                            expect_with_b(s, along_k);
+                        }
+                    } else {
+                        barrier_wait(empty(s), ring.parity ^ 1);
+                        barrier_expect(full(s), stage_bytes);
+                    }
+                    if constexpr (PARTS > 1) {
+#pragma unroll
+                        for (int part = 0; part < PARTS; ++part)
+                            tma_load(to_a + part * BM * BK, a, full(s), along_k, tile.m, part);
+                    } else if constexpr (CLUSTER > 1 && !SHARE_B) {
                         constexpr int PIECE = BM / CLUSTER;
                         tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), along_k, tile.m + rank * PIECE,
                                            a_batch, (1 << CLUSTER) - 1);
                     } else {
                         tma_load(to_a, a, full(s), along_k, tile.m, a_batch);
                     }
-                    if constexpr (CLUSTER > 1 && SHARE_B) {
+                    if constexpr (PARTS > 1) {
+                        // B is on its way.
+                    } else if constexpr (CLUSTER > 1 && SHARE_B) {
                         constexpr int PIECE = BN / CLUSTER;
                         tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), along_k, tile.n + rank * PIECE,
                                            b_batch, (1 << CLUSTER) - 1);
@@ -301,22 +376,24 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                     tma_load(base + AT_A_SCALE + s * A_SCALE_PITCH, a_scale, full(s), tile.m & ~3, k, a_batch);
 #endif
 #if B_SCALE == VECTOR
-                    tma_load(base + AT_B_SCALE + s * B_SCALE_PITCH, b_scale, full(s), tile.n, k, b_batch);
+                    tma_load(base + AT_B_SCALE + s * B_SCALE_PITCH, OF_WEIGHT(b_scale, tile), full(s), tile.n, k,
+                             b_batch);
 #endif
                 }
             }
         }
         // Producers of the scales of 128 x 128 blocks: one warp for each operand copies a run of 32 K tiles at a time.
-        [[maybe_unused]] auto copy_runs = [&](auto operand, const float* scales, int batch_step, int line_step,
-                                              int k_step) {
+        [[maybe_unused]] auto copy_runs = [&](auto operand, auto scales_of, int batch_step, int line_step, int k_step) {
             using Of = decltype(operand);
             RingOf<RUNS> runs;
             const uint32_t to_lane = base + AT_RUN + lane * 4;
             while (true) {
                 const Tile tile = next_tile();
                 if (!tile.exists()) break;
+                const float* scales = scales_of(tile);
                 const float* matrix = scales + int64_t(tile.batch) * batch_step;
-                const int begin = Of::IS_A ? tile.m : tile.n, end = Of::IS_A ? problem.M : problem.N;
+                const int begin = Of::IS_A ? tile.m : tile.n;
+                const int end = Of::IS_A ? problem.M : OF_WEIGHT(columns, tile);
 #pragma unroll 1  // this warpgroup has few registers
                 for (int k = tile.k_start; k < tile.k_stop; k += RUN, runs.advance()) {
                     barrier_wait(empty_run(runs.stage), runs.parity ^ 1);
@@ -333,10 +410,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             }
         };
 #if B_SCALE == BLOCK
-        if (warp == 1) copy_runs(RunsOfB{}, b_scale, b_batched * bs_batch, bs_n, bs_k);
+        if (warp == 1)
+            copy_runs(
+                RunsOfB{}, [&](const Tile& tile) { return OF_WEIGHT(b_scale, tile); }, b_batched * bs_batch, bs_n,
+                bs_k);
 #endif
 #if A_SCALE == BLOCK
-        if (warp == 2) copy_runs(RunsOfA{}, a_scale, a_batched * as_batch, as_m, as_k);
+        if (warp == 2) copy_runs(RunsOfA{}, [&](const Tile&) { return a_scale; }, a_batched * as_batch, as_m, as_k);
 #endif
         if (warp == 3 && (DEALT || elect())) {
             Walk walk(problem, offsets);
@@ -363,7 +443,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                     index = __shfl_sync(~0u, index, 0);
                 }
                 if (!walk.reaches(index)) break;
-                const Tile tile = walk.at(index);
+                const Tile tile = tile_at(walk, index);
                 multiplied = tile.is_multiplied();
                 if (!DEALT || lane == 0) {
                     put(tile);
@@ -383,6 +463,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
         // Consumer.
         if constexpr (MATH == 2) take_registers<232>();
         if constexpr (MATH == 3) take_registers<160>();
+        if constexpr (PARTS > 1) wait_for_launches();
         // The thread's first row of the tile; it also has row + 8, and in each next slice the rows 64 further.
         const int row = warpgroup * ROWS + warp * 16 + lane / 4;
         const uint64_t of_a = matrix_descriptor(base + warpgroup * ROWS * BK), of_b = matrix_descriptor(base + AT_B);
@@ -419,8 +500,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             fence_registers(d);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < BK / 32; ++k)
-                if (k < units) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
+            for (int part = 0; part < PARTS; ++part) {
+                const uint64_t from_part = part == 0 ? from_a : moved(from_a, part * BM * BK);
+#pragma unroll
+                for (int k = 0; k < BK / 32; ++k)
+                    if (k < units) wgmma(d, from_part + 2 * k, from_b + 2 * k, onto || part > 0 || k > 0);
+            }
             wgmma_commit();
             fence_registers(d);
             if constexpr (IN_TURNS) named_arrive<2 * WARPGROUP>(turn_of((warpgroup + 1) % MATH));
@@ -711,6 +796,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             // zeros: neither scales nor a bias apply to them. Rows past an expert's count become zeros whatever they
             // are, since their operands may be NaN.
             [[maybe_unused]] const bool grouped = GROUPED != JAGGED_M || tile.batch < problem.batches;
+            [[maybe_unused]] const int own_columns = OF_WEIGHT(columns, tile), layer = BESIDE ? 0 : tile.layer();
+            [[maybe_unused]] const int out_step = BESIDE ? own_columns : out_m;
             [[maybe_unused]] int buffer = 0;
 #pragma unroll
             for (int slice = 0; slice < SLICES_M; ++slice) {
@@ -764,20 +851,22 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                         [[maybe_unused]] const int n = tile.n + place + lane % 4 * 2;
                         float s00 = whole0, s01 = whole0, s10 = whole1, s11 = whole1;
 #if B_SCALE == LINE
-                        const float* of_columns = b_scale + int64_t(tile.batch * b_batched) * bs_batch;
-                        const float left = grouped && n < problem.N ? of_columns[n] : 0.0f;
-                        const float right = grouped && n + 1 < problem.N ? of_columns[n + 1] : 0.0f;
+                        const float* of_columns = OF_WEIGHT(b_scale, tile) + int64_t(tile.batch * b_batched) * bs_batch;
+                        const float left = grouped && n < own_columns ? of_columns[n] : 0.0f;
+                        const float right = grouped && n + 1 < own_columns ? of_columns[n + 1] : 0.0f;
                         s00 *= left, s01 *= right, s10 *= left, s11 *= right;
 #elif B_SCALE == WHOLE
-                        const float of_b = grouped ? b_scale[int64_t(tile.batch * b_batched) * bs_batch] : 0.0f;
+                        const float of_b =
+                            grouped ? OF_WEIGHT(b_scale, tile)[int64_t(tile.batch * b_batched) * bs_batch] : 0.0f;
                         s00 *= of_b, s01 *= of_b, s10 *= of_b, s11 *= of_b;
 #endif
                         float v00 = acc[product][i], v01 = acc[product][i + 1];
                         float v10 = acc[product][i + 2], v11 = acc[product][i + 3];
                         if constexpr (HAS_BIAS) {
-                            const BiasType* biases = bias + (GROUPED ? int64_t(tile.batch) * problem.N : 0);
-                            const float bias0 = grouped && n < problem.N ? float(biases[n]) : 0.0f;
-                            const float bias1 = grouped && n + 1 < problem.N ? float(biases[n + 1]) : 0.0f;
+                            const BiasType* biases =
+                                OF_WEIGHT(bias, tile) + (GROUPED ? int64_t(tile.batch) * problem.N : 0);
+                            const float bias0 = grouped && n < own_columns ? float(biases[n]) : 0.0f;
+                            const float bias1 = grouped && n + 1 < own_columns ? float(biases[n + 1]) : 0.0f;
                             // Written as FMAs: the compiler would contract some of them, others in other tiles.
                             v00 = __fmaf_rn(v00, s00, bias0), v01 = __fmaf_rn(v01, s01, bias1);
                             v10 = __fmaf_rn(v10, s10, bias0), v11 = __fmaf_rn(v11, s11, bias1);
@@ -802,10 +891,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #endif
 #if OUT_VIA == PAIRS || GROUPED == JAGGED_M
                         if (!staged) {
-                            OutType* to = OUT_ROWS + (int64_t(tile.layer()) * problem.M + row0) * int64_t(out_m) + n;
-                            store_pair(to, v00, v01, row0 < tile.row_stop(problem) ? problem.N - n : 0);
-                            store_pair(to + 8 * int64_t(out_m), v10, v11,
-                                       row1 < tile.row_stop(problem) ? problem.N - n : 0);
+                            OutType* to = OUT_ROWS + (int64_t(layer) * problem.M + row0) * int64_t(out_step) + n;
+                            store_pair(to, v00, v01, row0 < tile.row_stop(problem) ? own_columns - n : 0);
+                            store_pair(to + 8 * int64_t(out_step), v10, v11,
+                                       row1 < tile.row_stop(problem) ? own_columns - n : 0);
                         }
 #endif
                     }
@@ -829,8 +918,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                         const int line = warp * 16 + i * 4 + lane / 8, piece = lane % 8;
                         const int m = tile.m + warpgroup * ROWS + slice * 64 + line, n = tile.n + column + piece * 8;
                         const char* from = memory + (at_buffer - base) + line * 128 + (piece ^ line % 8) * 16;
-                        OutType* to = out + (int64_t(tile.layer()) * problem.M + m) * out_m + n;
-                        if (m < problem.M && n < problem.N)
+                        OutType* to = OF_WEIGHT(out, tile) + (int64_t(layer) * problem.M + m) * out_step + n;
+                        if (m < problem.M && n < own_columns)
                             *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
                     }
 #endif

@@ -18,7 +18,7 @@ from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.groups import unit_of
 from fp8fn.ops.layout import WHOLE, round_up
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.products import BESIDE, ScaledProduct
 from fp8fn.ops.targets import OCP, hopper_fault
 
 BK: Final = 128
@@ -132,10 +132,11 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     With `offsets (E,)` the launch walks over the tiles of all groups: `out (M, N) = a (M, K) @ b (E, K, N)[group of the
     row] + bias (E, N)`, or `out (E, M, N)[g] = a (M, P) @ b (P, N)` over the spread tokens of each group. With `counts
     (E,)` it walks over the tiles of the first rows of each matrix of a batch, and then, for `zeros`, over the others.
+    With `parts` it begins while the launch before it, which splits rows, still runs.
     """
     (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
     bias, offsets, counts, target = product.bias, product.offsets, product.counts, product.target
-    (m, k), n = a.shape[-2:], b.shape[-1]
+    m, n, k = product.m, product.n, product.k
     batches = out.shape[0] if out.dim() == 3 else 1
     grouped = "DENSE"
     if offsets is not None:
@@ -146,22 +147,24 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     scales_of_a = config.BM + (4 if grouped == "JAGGED_M" else 0)
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
     # A bulk store writes pieces of 16 bytes: the last one of a single row would reach past its end.
-    whole_pieces = n * out.element_size() % TMA_ALIGNMENT == 0 and map_fault(out) is None
+    outs = (out, *(each.out for each in product.beside))
+    whole_pieces = all(x.shape[-1] * x.element_size() % TMA_ALIGNMENT == 0 and map_fault(x) is None for x in outs)
     staged = out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
     # Few rows of tiles run together, each block by its own loads; a b that serves a whole batch is read for each of it.
     once = m <= 2 * config.BM and config.CLUSTER == 1 and grouped == "DENSE" and (batches == 1 or b.dim() == 3)
     # A bulk store overlaps with the next tile, and few rows have few tiles.
-    out_via = "PAIRS" if not staged else "LINES" if once or config.SPLIT > 1 else "BULK"
+    out_via = "PAIRS" if not staged else "LINES" if once or config.SPLIT > 1 or product.beside else "BULK"
     width = config.BN // config.SLICES_N
     out_chunks = 2 if config.BN % 64 == 0 and config.BN > 64 else 1
-    stages, shared = _stages(config, kinds, out_chunks if staged else 0, scales_of_a)
+    stages, shared = _stages(config, kinds, out_chunks if staged else 0, scales_of_a, product.parts)
     multicast = config.CLUSTER > 1
     macros: dict[str, int | str] = {
         "MATH": config.MATH, "SLICES_M": config.SLICES_M, "BN": config.BN, "SLICES_N": config.SLICES_N,
         "DEPTH": config.DEPTH, "STAGES": stages, "CLUSTER": config.CLUSTER, "SHARE_B": int(config.SHARE_B),
         "SPLIT": config.SPLIT, "GROUP": config.GROUP, "GROUPED": grouped, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
         "PROMOTE": config.PROMOTE, "TURNS": int(config.TURNS), "OUT": OUT[out.dtype], "OUT_VIA": out_via,
-        "OUT_CHUNKS": out_chunks, "B_ONCE": int(once), "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "OUT_CHUNKS": out_chunks, "B_ONCE": int(once), "PARTS": product.parts, "BESIDE": len(product.beside),
+        "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     if grouped == "JAGGED_K":
         macros["SPREAD_UNIT"] = unit_of(k, batches)
@@ -178,7 +181,7 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         "out": TensorMap(as_batch(out), (1, 64, 64), 128) if out_via == "BULK" else out,
         "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
         "problem": (m, n, k, batches), "counters": None,
-        "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3), "out_m": out.stride(-2),
+        "a_batched": int(a.dim() == 3 and product.parts == 1), "b_batched": int(b.dim() == 3), "out_m": out.stride(-2),
         "as_batch": a_scale.stride(0) if a.dim() == 3 else 0, "bs_batch": b_scale.stride(0) if b.dim() == 3 else 0,
         "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),
     }  # fmt: skip
@@ -189,6 +192,8 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         "CLUSTER": config.CLUSTER,
         "SPLIT": config.SPLIT,
     }
+    if product.parts > 1:
+        options["PARTS"] = product.parts
     if config.DEPTH == 0:
         options["DEPTH"] = 0
     if config.GROUP != ScaledMmConfig.GROUP:
@@ -204,13 +209,25 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     if counts is not None:
         binds["offsets"] = "counts"
         options["ZEROS"] = int(product.zeros)
+    if product.beside:  # their tiles follow one another
+        n = sum(round_up(x.shape[-1], config.BN) for x in outs)
+        args["problem"] = m, n, k, batches
+    early = ["b", "b_scale"]
+    for name, each in zip(BESIDE, product.beside, strict=False):
+        early += [f"b_{name}", f"b_scale_{name}"]
+        scale = TensorMap(as_batch(each.w.scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else each.w.scale
+        args |= {
+            f"b_{name}": TensorMap(as_batch(each.w.data.mT), (1, b_rows, BK), 128, promotion=128 if once else 256),
+            f"b_scale_{name}": scale, f"bias_{name}": each.bias, f"out_{name}": each.out,
+            f"columns_{name}": each.out.shape[-1],
+        }  # fmt: skip
     blocks = _blocks(m, n, batches, grouped, config)
     programs = blocks  # where a cluster shares K, it computes one tile
     if config.SPLIT == 1:
         programs = min(blocks, max(target.cores // config.CLUSTER, 1) * config.CLUSTER)
     # Tiles of few K tiles are done before a dealer finds the next one.
     deals = programs < blocks and not once and grouped in ("DENSE", "JAGGED_M") and k >= _DEALT_K
-    deals = deals and programs // config.CLUSTER <= MOST_LISTS
+    deals = deals and programs // config.CLUSTER <= MOST_LISTS and product.parts == 1
     launch = CudaLaunch(
         kernel=CudaKernel(
             "scaled_mm.cu", "scaled_mm", tuple(macros.items()), (Wgmma(width, TYPES[a.dtype], TYPES[b.dtype]),)
@@ -223,6 +240,8 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         options=options,
         binds=binds,
         counted="counters" if deals else "",
+        overlaps=product.parts > 1,
+        constant=tuple(early) if product.parts > 1 else (),
     )
     return (launch,)
 
@@ -237,11 +256,13 @@ def _blocks(m: int, n: int, batches: int, grouped: str, config: ScaledMmConfig) 
     return rows * -(-n // (config.BN * pair_n)) * config.CLUSTER * config.SPLIT
 
 
-def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
+def _stages(
+    config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, scales_of_a: int, parts: int
+) -> tuple[int, int]:
     """The number of stages that fit (or `config.STAGES`), and the bytes of shared memory they take."""
     a_scale = 4 * scales_of_a if kinds[0] == "VECTOR" else 0
     b_scale = 4 * config.BN if kinds[1] == "VECTOR" else 0
-    stage = (config.BM + config.BN) * BK + round_up(a_scale, 128) + round_up(b_scale, 128) + 16
+    stage = (parts * config.BM + config.BN) * BK + round_up(a_scale, 128) + round_up(b_scale, 128) + 16
     fixed = config.MATH * out_chunks * 64 * 128
     if config.SPLIT > 1:  # sums of the other blocks, and their barrier
         fixed = (config.SPLIT - 1) * config.BM // config.SPLIT * config.BN * 4 + 16

@@ -118,6 +118,12 @@ INLINE uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
     return bytes;
 }
 
+// a - b, for pairs of float16.
+INLINE uint32_t difference(uint32_t a, uint32_t b) {
+    asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+}
+
 // (a - b) * 32, for pairs of float16.
 INLINE uint32_t difference_times_32(uint32_t a, uint32_t b) {
     asm("sub.rn.f16x2 %0, %0, %1;\n mul.rn.f16x2 %0, %0, %2;" : "+r"(a) : "r"(b), "r"(0x50005000));

@@ -36,16 +36,17 @@ INLINE uint32_t scaled_pair(uint32_t pair, const PartsScale& scale) {
 }
 
 // Splits four values, the lowest first: v = scale * (parts[0] + parts[1] / 32 + ...), as far as the parts have v's
-// bits.
-template <typename T, int PARTS>
-INLINE void split(uint32_t low, uint32_t high, const PartsScale& scale, uint32_t (&parts)[PARTS]) {
+// bits. Without APART v = scale * (parts[0] + parts[1] + ...), so that all parts may be summed at once; then what is
+// smaller than 2 ** -17 of the largest magnitude is left out.
+template <typename T, int COUNT, bool APART = true>
+INLINE void split(uint32_t low, uint32_t high, const PartsScale& scale, uint32_t (&parts)[COUNT]) {
     low = scaled_pair<T>(low, scale), high = scaled_pair<T>(high, scale);
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
+    for (int i = 0; i < COUNT; ++i) {
         parts[i] = halves_to_e4m3(low, high);
         uint32_t low_part, high_part;
         to_halves<Fp8::E4M3>(parts[i], low_part, high_part);
-        low = difference_times_32(low, low_part);
-        high = difference_times_32(high, high_part);
+        low = APART ? difference_times_32(low, low_part) : difference(low, low_part);
+        high = APART ? difference_times_32(high, high_part) : difference(high, high_part);
     }
 }

@@ -205,11 +205,16 @@ def test_what_one_launch_takes() -> None:
         *weights: ScaledTensor, rows: int = 4, target: Target = SM90, biases: tuple[Tensor | None, ...] = ()
     ) -> str | None:
         each = [quantized(w) for w in weights]
-        return op.serves_siblings(x[:1].expand(rows, -1).clone(), each, biases or [None] * len(each), target)
+        rows_of_x = torch.empty(rows, weights[0].shape[0], dtype=BF16, device="meta")
+        return op.serves_siblings(rows_of_x, each, biases or [None] * len(each), target)
 
     first, second = (of_linear(256, n, (128, 128)).to("meta") for n in (70, 3))
     assert reason(first, second) is None
-    assert reason(first, second, rows=17) == "w_second: x has 17 rows, more than 16"
+    assert reason(first, second, rows=17) == "K=256 is short; w_second: x has 17 rows, more than 16"
+    large = of_linear(4096, 1536, (128, 128)).to("meta")
+    assert reason(large, large, rows=17) is None
+    assert reason(large, large, rows=768) is None
+    assert "769 rows" in str(reason(large, large, rows=769))
     assert "has no kernel on gfx942" in (reason(first, second, target=GFX942) or "")
     other = of_linear(256, 70, (128, 1)).to("meta")
     assert reason(first, second, other) == "w and w_third differ in block or type"
@@ -296,7 +301,7 @@ def test_the_shapes_of_models_on_a_gpu(hopper: Target) -> None:
         (2048, (2048, 512, 512)),
         (3584, (3584, 512)),
     ):
-        for m in (1, 5, 16):
+        for m in (1, 5, 16, 17, 64, 300):
             operands = [on_gpu(m, n, k, (128, 128)) for n in widths]
             x, weights = operands[0][0], [as_of_linear(w) for _, w in operands]
             biases = [torch.randn(n, device="cuda", dtype=BF16) for n in widths]

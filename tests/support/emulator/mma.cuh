@@ -98,6 +98,9 @@ LINKED uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
     return pack<Fp8::E4M3>(of_pair<Fp16>(low, 0), of_pair<Fp16>(low, 1), of_pair<Fp16>(high, 0),
                            of_pair<Fp16>(high, 1));
 }
+LINKED uint32_t difference(uint32_t a, uint32_t b) {
+    return pack<Fp16>(of_pair<Fp16>(a, 0) - of_pair<Fp16>(b, 0), of_pair<Fp16>(a, 1) - of_pair<Fp16>(b, 1));
+}
 LINKED uint32_t difference_times_32(uint32_t a, uint32_t b) {
     auto of = [&](int i) { return (of_pair<Fp16>(a, i) - of_pair<Fp16>(b, i)) * 32.0f; };
     return pack<Fp16>(of(0), of(1));

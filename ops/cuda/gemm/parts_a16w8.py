@@ -1,0 +1,223 @@
+"""9 to 768 rows by an FP8 weight on Hopper, in two launches: rows split into FP8 parts, and their products.
+
+A bfloat16 has 8 significant bits and an e4m3 value 4: two of these add up to it (`split_rows.cu`). The tensor core
+multiplies both by the weight as it lies (`scaled_mm.cu`), which `mm_a16w8.cu` and `splitk_a16w8.cu` have to widen; in
+FP8 it computes two products in the time of one of 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.gemm import scaled_mm
+from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, is_k_contiguous, map_fault
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
+from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.layout import round_up
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import BESIDE, ScaledProduct, WeightProduct
+from fp8fn.ops.targets import OCP, hopper_fault
+from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
+
+# FP8 values that add up to one of 16 bits, of which float16 has 11 that are significant.
+PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}
+_OCTET: Final = 8  # columns of a lane of `split_rows.cu`
+_THREADS: Final = 128
+# Rows up to which it was faster than other kernels on an H200.
+_MOST_ROWS: Final = {torch.bfloat16: 768, torch.float16: 64}
+# Rows from which it was, by a weight of so many elements or more.
+_FEWEST: Final = ((9, 40_000_000), (17, 3_500_000))
+# Tiles, with the microseconds of a K tile and of a tile beside its K tiles, of two parts on an H200.
+TILES: Final = {
+    ScaledMmConfig(MATH=1, BN=32): (0.159, 1.9),
+    ScaledMmConfig(MATH=1, BN=64): (0.178, 2.1),
+    ScaledMmConfig(MATH=1, BN=96): (0.249, 2.3),
+    ScaledMmConfig(MATH=1, BN=128): (0.316, 2.1),
+    ScaledMmConfig(MATH=1, BN=192, DEPTH=1): (0.643, 1.9),
+    ScaledMmConfig(MATH=2, BN=64): (0.400, 1.3),
+    ScaledMmConfig(MATH=2, BN=96): (0.537, 2.0),
+    ScaledMmConfig(MATH=2, BN=128): (0.665, 1.4),
+    ScaledMmConfig(MATH=2, BN=192, DEPTH=1): (0.998, 1.3),
+    ScaledMmConfig(MATH=2, BN=256, SLICES_N=2, DEPTH=1): (1.330, 1.9),
+    ScaledMmConfig(MATH=2, SLICES_M=2, BN=128, DEPTH=1): (1.330, 2.5),
+}
+_EXCHANGE: Final = {1: 0.0, 2: 1.2, 4: 2.0}  # microseconds, for 64 columns, by the blocks that share K
+_CLUSTERED: Final = 0.75  # of the multiprocessors where four blocks share K: others are left without a cluster
+_LEAST_K: Final = 1024
+_MOST_SINGLE: Final = 256  # rows up to which tiles of one warpgroup were timed
+_MOST_IN_TWO_STAGES: Final = 160 << 10  # bytes
+_RATE: Final = 4e6  # elements of a weight in a microsecond, at most
+_START: Final = 3.6  # microseconds
+
+
+def accepts(product: WeightProduct) -> str | None:
+    """None for a product that `plan` takes, else the reason why not."""
+    product = product.as_matrix()
+    x, (w, _, w_block), bias = product.x, product.w, product.bias
+    if (reason := hopper_fault(product.target)) is not None:
+        return reason
+    if x.dtype not in INPUTS:
+        return f"x has dtype {x.dtype}, not 16 bits"
+    if x.dim() == 3 or w.dim() == 3:
+        return "it is a batch"
+    if product.k % _OCTET:
+        return f"K={product.k} is no multiple of {_OCTET}"
+    if product.m > MOST_BLOCKS or (product.m + 256) * product.k > LARGEST:
+        return f"x has {product.m} rows of {product.k}"
+    if (fault := map_fault(x)) is not None:
+        return f"x {fault}"
+    if not is_k_contiguous(w):
+        return "columns of w are not contiguous"
+    if w.dtype not in OCP or w_block not in SCALES:
+        return f"w has dtype {w.dtype} and blocks of {w_block}"
+    if bias is not None and (bias.dim() != 1 or (bias.stride(0) != 1 and bias.shape[0] != 1)):
+        return f"bias has strides {bias.stride()}"
+    return scaled_mm.accepts(_of_parts(product, product.m))
+
+
+def accepts_beside(product: WeightProduct) -> str | None:
+    """None for products by several weights that `plan` takes in one launch after the split, else the reason why not."""
+    for name, (weight, bias, out) in zip(BESIDE, product.beside, strict=False):
+        if (weight.block, weight.data.dtype) != (product.w.block, product.w.data.dtype):
+            return f"w and w_{name} differ in block or type"
+        if _form(bias) != _form(product.bias):
+            return f"the biases of w and w_{name} differ in type or stride, or one has none"
+        if (reason := accepts(replace(product, w=weight, bias=bias, out=out, beside=()))) is not None:
+            return f"w_{name}: {reason}"
+    strides = [weight.scale.stride() for weight in (product.w, *(each.w for each in product.beside))]
+    if SCALES[product.w.block] == "BLOCK" and len(set(strides)) > 1:
+        return f"the scales of the weights have strides {' and '.join(map(str, strides))}"
+    return accepts(product)
+
+
+def _form(bias: Tensor | None) -> tuple[torch.dtype, int] | None:
+    return None if bias is None else (bias.dtype, bias.stride(-1))
+
+
+def untuned(product: WeightProduct) -> str | None:
+    """None where it was the fastest one on an H200, and where sums of the FP8 unit have as many bits as the output."""
+    if product.out.dtype == torch.float32:
+        return "out has dtype torch.float32, of more bits than the FP8 unit's sums"
+    problem = _problem(product)
+    if problem.m > (most := _MOST_ROWS[problem.x_dtype]):
+        return f"M={problem.m} rows of {problem.x_dtype} are more than {most}"
+    fewest = next((size for rows, size in reversed(_FEWEST) if problem.m >= rows), None)
+    if fewest is None:
+        return f"M={problem.m} is few rows"
+    if problem.k < _LEAST_K:
+        return f"K={problem.k} is short"
+    if problem.n * problem.k < fewest:
+        return f"a weight of {problem.n * problem.k} elements is small for M={problem.m}"
+    return None
+
+
+def configure(product: WeightProduct) -> ScaledMmConfig:
+    """The default configuration of a product; see `choose_config`."""
+    return choose_config(_problem(product))
+
+
+def _problem(product: WeightProduct) -> WeightProblem:
+    """That of a weight with the columns of all."""
+    problem = weight_problem(product)
+    return problem._replace(n=problem.n + sum(each.out.shape[-1] for each in product.beside))
+
+
+def choose_config(problem: WeightProblem) -> ScaledMmConfig:
+    """The tile, and the number of blocks that share its K, whose waves take the least time, as far as it is known."""
+    return min(_configs(problem), key=lambda config: _microseconds(problem, config))
+
+
+def candidates(problem: WeightProblem) -> tuple[ScaledMmConfig, ...]:
+    """The configurations to measure a problem in, the default one first."""
+    if not problem.k_lines or problem.batch > 1 or problem.x_dtype not in PARTS:
+        return ()
+    return tuple(sorted(_configs(problem), key=lambda config: _microseconds(problem, config))[:8])
+
+
+def _configs(problem: WeightProblem) -> list[ScaledMmConfig]:
+    """Tiles that are more than half full; K is shared where the tiles of one wave are too few."""
+    found = []
+    for tile in TILES:
+        half_empty = tile.BM > 64 and 2 * problem.m <= tile.BM
+        if half_empty or (tile.MATH == 1 and problem.m > _MOST_SINGLE) or not fits(tile, PARTS[problem.x_dtype]):
+            continue
+        for split in _EXCHANGE:
+            shared = split > 1
+            if shared and (not shares_k(tile) or -(-problem.k // BK) < 2 * split):
+                continue
+            if shared and _tiles(problem, tile) * split > problem.cores:
+                continue
+            found.append(replace(tile, SPLIT=split))
+    return found
+
+
+def fits(tile: ScaledMmConfig, parts: int) -> bool:
+    """Whether two stages and the output find room in shared memory."""
+    return 2 * (parts * tile.BM + tile.BN) * BK <= _MOST_IN_TWO_STAGES
+
+
+def shares_k(tile: ScaledMmConfig) -> bool:
+    """Whether blocks of a cluster may share its K, and were timed so."""
+    return tile.BN <= 128 and tile.SLICES_M == 1
+
+
+def _tiles(problem: WeightProblem, tile: ScaledMmConfig) -> int:
+    return -(-problem.m // tile.BM) * -(-problem.n // tile.BN)
+
+
+def _microseconds(problem: WeightProblem, config: ScaledMmConfig) -> float:
+    """An estimate: the waves of blocks, or the weight's way from memory, whichever takes longer."""
+    of_k_tile, beside = TILES[replace(config, SPLIT=1)]
+    places = problem.cores * (_CLUSTERED if config.SPLIT > 2 else 1.0)
+    waves = -(-_tiles(problem, config) * config.SPLIT // int(places))
+    steps = -(-problem.k // (BK * config.SPLIT))
+    multiplied = waves * (steps * of_k_tile + beside + _EXCHANGE[config.SPLIT] * config.BN / 64)
+    return max(multiplied, problem.n * problem.k / _RATE + _START) + 0.05 * multiplied
+
+
+def _of_parts(product: WeightProduct, rows: int) -> ScaledProduct:
+    """The product of the parts, allocated here with so many rows, by the weight."""
+    x, m, k = product.x, product.m, product.k
+    count = PARTS[x.dtype]
+    data = torch.empty(count, rows, round_up(k, 16), dtype=torch.float8_e4m3fn, device=x.device)[..., :k]
+    scale = torch.empty(-(-k // BK), round_up(m, 4), dtype=torch.float32, device=x.device)[:, :m].mT
+    return ScaledProduct(
+        a=Quantized(data, scale, (1, BK)), b=product.w, bias=product.bias, out=product.out, target=product.target,
+        parts=count, beside=product.beside,
+    )  # fmt: skip
+
+
+def plan(product: WeightProduct, config: ScaledMmConfig) -> tuple[CudaLaunch, CudaLaunch]:
+    """The launches of a product that `accepts` accepts, of which nothing is empty."""
+    product = product.as_matrix()
+    # TMA takes long to fill rows past the end with zeros: those of the last tile are there, whatever is in them.
+    rows = product.m if product.m <= config.BM else round_up(product.m, config.BM)
+    x, scaled = product.x, _of_parts(product, rows)
+    data, scale, _ = scaled.a
+    macros: dict[str, int | str] = {"INPUT": INPUTS[x.dtype], "PARTS": scaled.parts, "THREADS": _THREADS}
+    split = CudaLaunch(
+        kernel=CudaKernel("split_rows.cu", "split_rows", tuple(macros.items())),
+        grid=(-(-product.k // (_THREADS * _OCTET)), product.m, 1),
+        threads=_THREADS,
+        shared=0,
+        args={
+            "x": x, "data": data, "scale": scale, "K": product.k, "x_m": x.stride(-2),
+            "data_m": data.stride(-2), "data_part": data.stride(0), "scale_k": scale.stride(-1),
+        },
+        target=product.target,
+        options=macros,
+        overlaps=True,
+        late=True,
+        scratch=("data", "scale"),
+    )  # fmt: skip
+    (multiply,) = scaled_mm.plan(scaled, config)
+    binds = {"a": "data", "a_scale": "scale", "b": "w", "b_scale": "w_scale"}
+    for name in BESIDE:
+        binds |= {f"b_{name}": f"w_{name}", f"b_scale_{name}": f"w_{name}_scale"}
+    return split, replace(multiply, binds={**multiply.binds, **binds})

@@ -1,0 +1,235 @@
+"""9 to 768 rows split into FP8 parts, by an FP8 weight: emulated on the CPU, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fp8fn import ScaledTensor
+from fp8fn.ops import mm_a16w8 as op
+from fp8fn.ops.cuda.gemm import parts_a16w8
+from fp8fn.ops.cuda.gemm.parts_a16w8 import PARTS, TILES, accepts, choose_config, untuned
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.layout import Block
+from fp8fn.ops.targets import SM100
+from fp8fn.ops.tuning.weight import WeightProblem
+from support.accuracy import snr
+from support.compilers import assert_no_spills, needs_nvrtc
+from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.operands.weights import assert_right, by_block, exact, on_gpu, operand, operands
+from support.products import weight_product, with_parts
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SMALL = ScaledMmConfig(MATH=1, BN=64)
+
+
+def emulated(
+    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: ScaledMmConfig | None = None, *,
+    out: torch.dtype = FP32, backwards: bool = False,
+) -> Tensor:  # fmt: skip
+    """Into memory that was 7 before; what lies behind it must be as it was."""
+    shape = (x.shape[-2], w.shape[-1])
+    memory = torch.full((torch.Size(shape).numel() + 64,), 7.0, dtype=out)
+    found = memory[:-64].view(shape)
+    given = weight_product(x, w, found, bias=bias)
+    assert accepts(given) is None
+    for launch in parts_a16w8.plan(given, config or parts_a16w8.configure(given)):
+        emulate(launch, backwards=backwards)
+    assert (memory[-64:] == 7.0).all()
+    return found
+
+
+def parts_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The parts in float64, and the scales of each 128 columns, as the kernel leaves them."""
+    split, _ = parts_a16w8.plan(weight_product(x, operand(x.shape[1], 16, (128, 128)), torch.empty(len(x), 16)), SMALL)
+    emulate(split)
+    data, scale = split.args["data"], split.args["scale"]
+    assert isinstance(data, Tensor)
+    assert isinstance(scale, Tensor)
+    return data.double(), scale.double()
+
+
+def joined(x: Tensor) -> Tensor:
+    """The rows that the parts add up to."""
+    data, scale = parts_of(x)
+    return data.sum(0) * scale.repeat_interleave(128, 1)[:, : x.shape[1]]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("columns", [8, 120, 136, 384])
+def test_parts_add_up_to_the_rows(dtype: torch.dtype, columns: int) -> None:
+    """Exactly, as long as no value is smaller than 2**-7 of the largest in its block."""
+    x = ((1 + torch.rand(5, columns)) * torch.exp2(torch.randint(-3, 4, (5, columns)))).to(dtype)
+    x = torch.where(torch.rand(5, columns) < 0.5, -x, x)
+    for size in (1.0, 2.0**-9, 2.0**9):
+        assert torch.equal(joined(x * size), (x * size).double())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_small_values_are_off_by_a_part_of_the_largest(dtype: torch.dtype) -> None:
+    x = (torch.randn(8, 512) * torch.exp2(torch.randint(-14, 1, (8, 512)))).to(dtype)
+    largest = x.double().abs().unflatten(1, (4, 128)).amax(2).repeat_interleave(128, 1)
+    assert ((joined(x) - x.double()).abs() <= 2.0**-17 * largest).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_zeros_subnormals_and_the_largest_values(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    x = torch.zeros(5, 256)
+    x[1], x[2], x[3, 7], x[4, ::2] = info.smallest_normal / 8, info.max, info.max, -info.max
+    x = x.to(dtype)
+    assert torch.equal(joined(x), x.double())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_an_inf_stays_an_inf_in_its_row(dtype: torch.dtype) -> None:
+    x, w = torch.randn(20, 408).to(dtype), operand(408, 70, (128, 128))
+    x[3, 5], x[7, 300], x[9, 407] = torch.inf, -torch.inf, torch.nan
+    found, expected = emulated(x, w), exact(x, w)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.isinf(), expected.isinf())
+    assert torch.equal(found.sign()[[3, 7]].nan_to_num(), expected.float().sign()[[3, 7]].nan_to_num())
+    finite = expected.isfinite()
+    assert snr(found[finite], expected[finite]) > 100
+
+
+@needs_compiler
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile(tile: ScaledMmConfig) -> None:
+    """Rows in several tiles, N and K ragged; alone, and by blocks that share K."""
+    n = tile.BN + 22
+    for dtype, fp8, block in ((BF16, E4M3, (128, 128)), (FP16, E5M2, (-1, 1)), (BF16, E5M2, (128, 1))):
+        if not parts_a16w8.fits(tile, PARTS[dtype]):
+            continue
+        for split in (1, 2) if parts_a16w8.shares_k(tile) else (1,):
+            x, w = torch.randn(tile.BM + 5, 1032).to(dtype), operand(1032, n, block, dtype=fp8)
+            config = replace(tile, SPLIT=split)
+            found = emulated(x, w, config=config)
+            assert_right(found, x, w)
+            assert torch.equal(emulated(x, w, config=config, backwards=True), found)
+
+
+@needs_compiler
+@by_block
+@pytest.mark.parametrize("m", [1, 17, 63, 64, 65, 127, 129, 200])
+def test_ragged_shapes(m: int, block: Block) -> None:
+    for n, k in ((1, 8), (3, 136), (16, 640), (63, 1032), (130, 264)):
+        x, w = torch.randn(m, k).bfloat16(), operand(k, n, block)
+        bias = torch.randn(n)
+        assert_right(emulated(x, w, bias), x, w, bias)
+
+
+@needs_compiler
+@pytest.mark.parametrize("out", [BF16, FP16, FP32], ids=str)
+def test_outputs_and_biases(out: torch.dtype) -> None:
+    """Each output is the sum rounded once."""
+    x, w = torch.randn(18, 704).bfloat16(), operand(704, 70, (128, 128))
+    for config in (SMALL, ScaledMmConfig(MATH=1, BN=64, SPLIT=2)):
+        for bias in (None, torch.randn(70), torch.randn(70).bfloat16()):
+            wide, found = (emulated(x, w, bias, config, out=dtype) for dtype in (FP32, out))
+            assert_right(wide, x, w, bias)
+            assert torch.equal(found, wide.to(out))
+
+
+@needs_compiler
+def test_views_of_rows_and_weights() -> None:
+    wide = torch.randn(40, 1040).bfloat16()
+    w = operand(512, 70, (128, 128))
+    for x in (wide[:, 8:520], wide[::2, :512], wide[4:]):
+        given = x[:, :512]
+        assert_right(emulated(given, w), given, w)
+
+
+def test_what_it_refuses() -> None:
+    good = operands(64)
+    assert accepts(good) is None
+    odd = operands(64, k=6140)
+    for given, reason in (
+        (operands(64, x=FP32), "16 bits"),
+        (operands(64, batch=(2,)), "batch"),
+        (operands(64, contiguous="N"), "columns of w are not contiguous"),
+        (odd, "multiple of 8"),
+        (with_parts(good, x=torch.empty(6144, 64, dtype=BF16, device="meta").mT), "stride"),
+        (with_parts(good, bias=torch.empty(2 * good.n, dtype=BF16, device="meta")[::2]), "bias"),
+        (with_parts(good, target=SM100), "sm100"),
+        (operands(1 << 17, k=1 << 15), "rows"),
+    ):
+        assert reason in str(accepts(given)), (reason, accepts(given))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(17, 4096, 4096), (64, 1024, 4096), (768, 4096, 14336), (9, 14336, 4096)])
+def test_the_op_takes_it(m: int, n: int, k: int) -> None:
+    with hopper_on_cpu():
+        choice = op.MM_A16W8.choose(operands(m, n, k))
+    assert choice.name == "cuda_parts", choice.describe()
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "reason"),
+    [(8, 14336, 4096, "few rows"), (16, 4096, 4096, "small"), (32, 512, 4096, "small"), (769, 4096, 4096, "768")],
+)
+def test_rows_for_which_another_is_faster(m: int, n: int, k: int, reason: str) -> None:
+    assert reason in str(untuned(operands(m, n, k)))
+    assert untuned(operands(64, x=FP16)) is None
+    assert "float16" in str(untuned(operands(65, x=FP16)))
+    assert "float32" in str(untuned(with_parts(operands(64), out=torch.empty(64, 2304, device="meta"))))
+    assert "short" in str(untuned(operands(64, 8192, 1016)))
+
+
+@pytest.mark.parametrize("m", [9, 17, 64, 65, 128, 129, 256, 257, 512, 768])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_the_tile_of_a_problem(m: int, dtype: torch.dtype) -> None:
+    """It fits, and is not half empty; every candidate is one that runs."""
+    for n, k in ((8, 8), (4096, 4096), (28672, 8192), (512, 7168)):
+        problem = WeightProblem(m, n, k, x_dtype=dtype)
+        found = parts_a16w8.candidates(problem)
+        assert found[0] == choose_config(problem)
+        for config in found:
+            assert parts_a16w8.fits(config, PARTS[dtype])
+            assert config.BM <= 64 or 2 * m > config.BM
+            assert all(isinstance(launch, CudaLaunch) for launch in parts_a16w8.plan(problem.product(), config))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_no_tile_spills(dtype: torch.dtype) -> None:
+    for tile in TILES:
+        if parts_a16w8.fits(tile, PARTS[dtype]):
+            for launch in parts_a16w8.plan(operands(tile.BM, x=dtype), tile):
+                assert_no_spills(launch.resources(), launch.target)
+
+
+@pytest.mark.gpu
+@by_block
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_products_on_a_gpu(dtype: torch.dtype, block: Block, hopper: Any) -> None:
+    """As near to the exact product as rounding to 16 bits; also in a CUDA graph, whose launches overlap."""
+    bars = {BF16: 54.0, FP16: 62.0}
+    for m, n, k in ((17, 4096, 4096), (64, 1024, 4096), (100, 2304, 6144), (300, 3608, 1040), (768, 4096, 14336)):
+        x, w = on_gpu(m, n, k, block, x=dtype)
+        given = weight_product(x, w, torch.empty(m, n, dtype=dtype, device="cuda"), hopper)
+        assert (op.MM_A16W8.choose(given).name == "cuda_parts") == (dtype == BF16 or m <= 64)
+        graph, outputs = torch.cuda.CUDAGraph(), []
+        run = partial(torch.ops.fp8fn.mm_a16w8, x, w.data, w.scale, block)
+        eager = run()
+        with torch.cuda.graph(graph):
+            for _ in range(8):
+                outputs.append(run())
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert snr(eager, exact(x, w)) > bars[dtype]
+        assert all(torch.equal(found, eager) for found in outputs)
