@@ -23,11 +23,14 @@ from fp8fn.lowering.patterns.producers import SiluMul, find_silu_mul, unread_bes
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.mm_a16w8 import FEWEST_GATED_ROWS, serves_gated_product
+from fp8fn.ops.sibling_products import serves_siblings
 
 NAME: Final = "gated_product"
 _PRODUCT: Final = torch.ops.fp8fn.mm_a16w8.default
 _OP: Final = torch.ops.fp8fn.mm_a16w8_silu_mul.default
 _CAST: Final = torch.ops.prims.convert_element_type.default
+# Rows up to which products of rows that are split into FP8 parts, and a kernel of Inductor's, were faster on an H200.
+_MOST_SPLIT_ROWS: Final = 384
 _PLAIN: Final = {"bias": None, "activations": "16bit", "batch_invariant": False}
 
 
@@ -49,7 +52,10 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
                 new = call(graph, _OP, gate["x"], *_weight(gate), *_weight(up), [*gate["w_block"]])
                 if not same_sizes(tensor_of(new).shape, tensor_of(rows).shape):
                     new = call(graph, aten.reshape.default, new, list(tensor_of(rows).shape))
+            unused = _gone(rows) - {rows}
             replace(graph, rows, new)
+            for node in sorted(unused, reverse=True):  # later patterns would find the products
+                graph.erase_node(node)
             made = str(_OP)
         yield Substitution(NAME, name, at, str(_PRODUCT), (x.shape[-2], w.shape[-1], x.shape[-1]), made, reason)
 
@@ -101,6 +107,8 @@ def _why_no_kernel(gate: dict[str, Any], up: dict[str, Any]) -> str | None:
         return "a size is not known"
     if not all(begins_aligned(node) for node in (gate["x"], gate["w"], up["w"])):
         return "x or a weight does not begin at a multiple of 16 bytes"
+    if x.shape[0] <= _MOST_SPLIT_ROWS and serves_siblings(x, (of_gate, of_up), (None, None), target) is None:
+        return f"M={x.shape[0]} rows are split into FP8 parts for both products"
     reason = serves_gated_product(x, of_gate, of_up, target) or nvrtc.unavailable()
     return None if reason is None else f"no kernel for it: {reason}"
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8fn
 from fp8fn.lowering import post_grad_pass
-from fp8fn.lowering.patterns import gated_product, gated_rows
+from fp8fn.lowering.patterns import gated_product, gated_rows, sibling_products
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.targets import SM90
 from support.accuracy import snr
@@ -217,6 +217,21 @@ def test_a_graph_on_hopper_is_planned_as_the_kernel_takes_it(monkeypatch: pytest
     ):
         _, (report,) = run(model(width=128, hidden=hidden, dtype=dtype), torch.randn(rows, 128).to(dtype))
         assert (report.made, report.reason) == (made, reason)
+
+
+def test_rows_that_are_split_have_both_products_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_product.targets, "target_of", lambda device: SM90)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    split = "M=384 rows are split into FP8 parts for both products"
+    for rows, dtype, made, reason in ((384, BF16, "", split), (385, BF16, OP, None), (384, FP16, OP, None)):
+        torch._dynamo.reset()
+        mlp = model(width=1024, hidden=8192, dtype=dtype)
+        with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False), post_grad_pass.recorded() as reports:
+            torch.compile(mlp, backend="fp8fn", fullgraph=True)(torch.randn(rows, 1024).to(dtype))
+        (report,) = (report for report in reports if report.pattern == gated_product.NAME)
+        assert (report.made, report.reason) == (made, reason)
+        siblings = [report.made for report in reports if report.pattern == sibling_products.NAME]
+        assert siblings == ([] if made else ["fp8fn.mm_a16w8_siblings.default"] * 2)
 
 
 def test_what_begins_between_16_bytes_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
