@@ -68,12 +68,13 @@ def accepts(product: WeightProduct) -> str | None:
         return "it is a batch"
     if product.k % _OCTET:
         return f"K={product.k} is no multiple of {_OCTET}"
-    if product.m > MOST_BLOCKS or (product.m + 256) * product.k > LARGEST:
-        return f"x has {product.m} rows of {product.k}"
-    if (fault := map_fault(x)) is not None:
-        return f"x {fault}"
+    if product.m > MOST_BLOCKS or max(x.stride(-2), (product.m + 256) * round_up(product.k, 16)) > LARGEST:
+        return f"x has {product.m} rows of {product.k}, {x.stride(-2)} apart"
     if not is_k_contiguous(w):
         return "columns of w are not contiguous"
+    for name, operand in (("x", x), ("w.mT", w.mT)):
+        if (fault := map_fault(operand)) is not None:
+            return f"{name} {fault}"
     if w.dtype not in OCP or w_block not in SCALES:
         return f"w has dtype {w.dtype} and blocks of {w_block}"
     if bias is not None and (bias.dim() != 1 or (bias.stride(0) != 1 and bias.shape[0] != 1)):
