@@ -1,6 +1,6 @@
 """The op `fp8fn::mm_a16w8_siblings`: products of one matrix by two or three FP8 weights, such as those of q, k and v.
 
-One launch computes those of few rows; of more, one behind a launch that splits them into FP8 parts. Passes over
+One launch computes the products of up to 16 rows. More rows are split into FP8 parts by a launch before it. Passes over
 compiled graphs call the op. Its schema is in `ops/mm_a16w8.py`: a process that never calls it does not import this one.
 """
 

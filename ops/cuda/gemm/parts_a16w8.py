@@ -1,8 +1,8 @@
 """9 to 768 rows by an FP8 weight on Hopper, in two launches: rows split into FP8 parts, and their products.
 
 A bfloat16 has 8 significant bits and an e4m3 value 4: two of these add up to it (`split_rows.cu`). The tensor core
-multiplies both by the weight as it lies (`scaled_mm.cu`), which `mm_a16w8.cu` and `splitk_a16w8.cu` have to widen; in
-FP8 it computes two products in the time of one of 16 bits.
+multiplies both by the weight as it lies in memory (`scaled_mm.cu`), whereas `mm_a16w8.cu` and `splitk_a16w8.cu` widen
+the weight to 16 bits. In FP8 the tensor core computes two products in the time of one of 16 bits.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}
 _OCTET: Final = 8  # columns of a lane of `split_rows.cu`
 _THREADS: Final = 128
-# Rows up to which it was faster than other kernels on an H200.
+# Rows up to which this kernel was faster than the others on an H200.
 _MOST_ROWS: Final = {torch.bfloat16: 768, torch.float16: 64}
-# Rows from which it was, by a weight of so many elements or more.
+# Pairs of rows and elements: from so many rows on, it was faster by weights of so many elements or more.
 _FEWEST: Final = ((9, 40_000_000), (17, 3_500_000))
-# Tiles, with the microseconds of a K tile and of a tile beside its K tiles, of two parts on an H200.
+# Tiles, each with two times in microseconds, of two parts on an H200: of a K tile, and of all else that a tile takes.
 TILES: Final = {
     ScaledMmConfig(MATH=1, BN=32): (0.159, 1.9),
     ScaledMmConfig(MATH=1, BN=64): (0.178, 2.1),
@@ -48,7 +48,7 @@ TILES: Final = {
     ScaledMmConfig(MATH=2, SLICES_M=2, BN=128, DEPTH=1): (1.330, 2.5),
 }
 _EXCHANGE: Final = {1: 0.0, 2: 1.2, 4: 2.0}  # microseconds, for 64 columns, by the blocks that share K
-_CLUSTERED: Final = 0.75  # of the multiprocessors where four blocks share K: others are left without a cluster
+_CLUSTERED: Final = 0.75  # the part of the multiprocessors that find room in clusters of four blocks
 _LEAST_K: Final = 1024
 _MOST_SINGLE: Final = 256  # rows up to which tiles of one warpgroup were timed
 _MOST_IN_TWO_STAGES: Final = 160 << 10  # bytes
@@ -179,6 +179,7 @@ def _microseconds(problem: WeightProblem, config: ScaledMmConfig) -> float:
     waves = -(-_tiles(problem, config) * config.SPLIT // int(places))
     steps = -(-problem.k // (BK * config.SPLIT))
     multiplied = waves * (steps * of_k_tile + beside + _EXCHANGE[config.SPLIT] * config.BN / 64)
+    # Of two configurations that wait for the weight, the one that multiplies faster is chosen.
     return max(multiplied, problem.n * problem.k / _RATE + _START) + 0.05 * multiplied
 
 
@@ -197,7 +198,8 @@ def _of_parts(product: WeightProduct, rows: int) -> ScaledProduct:
 def plan(product: WeightProduct, config: ScaledMmConfig) -> tuple[CudaLaunch, CudaLaunch]:
     """The launches of a product that `accepts` accepts, of which nothing is empty."""
     product = product.as_matrix()
-    # TMA takes long to fill rows past the end with zeros: those of the last tile are there, whatever is in them.
+    # TMA takes long to fill rows past the end with zeros, so that all rows of the last tile are allocated. Rows past M
+    # stay unwritten, and the products with them are not stored.
     rows = product.m if product.m <= config.BM else round_up(product.m, config.BM)
     x, scaled = product.x, _of_parts(product, rows)
     data, scale, _ = scaled.a
@@ -215,6 +217,7 @@ def plan(product: WeightProduct, config: ScaledMmConfig) -> tuple[CudaLaunch, Cu
         options=macros,
         overlaps=True,
         late=True,
+        prepares=True,
         scratch=("data", "scale"),
     )  # fmt: skip
     (multiply,) = scaled_mm.plan(scaled, config)

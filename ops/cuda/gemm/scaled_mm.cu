@@ -197,7 +197,7 @@ using Bias = const BiasType*;
 #else
 #define THIRD_WEIGHT
 #endif
-// What belongs to the weight that a tile multiplies.
+// The parameter NAME of the weight that a tile multiplies.
 #if BESIDE > 1
 #define OF_WEIGHT(NAME, TILE) ((TILE).batch == 0 ? NAME : (TILE).batch == 1 ? NAME##_second : NAME##_third)
 #elif BESIDE > 0

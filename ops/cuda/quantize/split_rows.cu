@@ -12,14 +12,13 @@
 
 using XType = TypeOf<INPUT>::type;
 
-// `data` is (PARTS, M, K), `data_part` from a part to the next and `data_m` from a row to the next; `scale` is (K / 128,
+// K is a multiple of 8. `data` is (PARTS, M, K), `data_part` from a part to the next and `data_m` from a row to the next; `scale` is (K / 128,
 // M) in lines of `scale_k`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_rows(const uint16_t* x, uint8_t* data, float* scale, int K, int x_m, int data_m, int data_part, int scale_k) {
     wait_for_launches();
     let_next_begin();
     const int column = (blockIdx.x * THREADS + threadIdx.x) * 8, row = blockIdx.y;
-    // Bytes of a part of K that is no multiple of 8 lie behind it in `x` and in `data`: their values are not read.
     const uint4 octet = load_written(x + int64_t(row) * x_m + column, column < K);
     const uint32_t words[4] = {octet.x, octet.y, octet.z, octet.w};
 

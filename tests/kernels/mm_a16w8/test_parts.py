@@ -18,7 +18,9 @@ from fp8fn.ops.cuda.gemm import parts_a16w8
 from fp8fn.ops.cuda.gemm.parts_a16w8 import PARTS, TILES, accepts, choose_config, untuned
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.launch import described
 from fp8fn.ops.layout import Block
+from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import SM100
 from fp8fn.ops.tuning.weight import WeightProblem
 from support.accuracy import snr
@@ -153,6 +155,10 @@ def test_views_of_rows_and_weights() -> None:
         assert_right(emulated(given, w), given, w)
 
 
+def planned_launches(product: WeightProduct) -> tuple[CudaLaunch, CudaLaunch]:
+    return parts_a16w8.plan(product, parts_a16w8.configure(product))
+
+
 def test_what_it_refuses() -> None:
     good = operands(64)
     assert accepts(good) is None
@@ -190,6 +196,30 @@ def test_rows_for_which_another_is_faster(m: int, n: int, k: int, reason: str) -
     assert "float16" in str(untuned(operands(65, x=FP16)))
     assert "float32" in str(untuned(with_parts(operands(64), out=torch.empty(64, 2304, device="meta"))))
     assert "short" in str(untuned(operands(64, 8192, 1016)))
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_the_weight_is_read_early_behind_a_split_that_begins_last(constant: bool) -> None:
+    """All launches before the split have ended when it lets the next begin, whatever is said of the weight."""
+    split, multiply = planned_launches(operands(64, constant=constant))
+    assert (split.overlaps, split.late, split.constant) == (True, True, ())
+    assert (multiply.overlaps, multiply.constant) == (True, ("b", "b_scale"))
+    assert {multiply.binds[name] for name in multiply.constant} == {"w", "w_scale"}
+
+
+def test_the_log_names_the_launch_that_multiplies() -> None:
+    with hopper_on_cpu():
+        choice, launches = op.MM_A16W8.loadable(operands(64))
+    assert [launch.name for launch in launches] == ["split_rows", "scaled_mm"]
+    assert described(launches) == launches[1].describe()
+    assert f"({choice.describe()})" in described(launches)
+
+
+def test_rows_of_one_class_have_one_configuration() -> None:
+    """A row has the same bits, whatever the number of rows among 9 to 64."""
+    for n, k in ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (128256, 8192)):
+        for dtype in (BF16, FP16):
+            assert len({choose_config(WeightProblem(m, n, k, x_dtype=dtype)) for m in range(9, 65)}) == 1
 
 
 @pytest.mark.parametrize("m", [9, 17, 64, 65, 128, 129, 256, 257, 512, 768])
