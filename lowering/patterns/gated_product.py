@@ -29,7 +29,8 @@ NAME: Final = "gated_product"
 _PRODUCT: Final = torch.ops.fp8fn.mm_a16w8.default
 _OP: Final = torch.ops.fp8fn.mm_a16w8_silu_mul.default
 _CAST: Final = torch.ops.prims.convert_element_type.default
-# Rows up to which products of rows that are split into FP8 parts, and a kernel of Inductor's, were faster on an H200.
+# Rows up to which both products of rows that are split into FP8 parts (`parts_a16w8.py`), and Inductor's kernel behind
+# them, were faster on an H200.
 _MOST_SPLIT_ROWS: Final = 384
 _PLAIN: Final = {"bias": None, "activations": "16bit", "batch_invariant": False}
 
@@ -107,10 +108,12 @@ def _why_no_kernel(gate: dict[str, Any], up: dict[str, Any]) -> str | None:
         return "a size is not known"
     if not all(begins_aligned(node) for node in (gate["x"], gate["w"], up["w"])):
         return "x or a weight does not begin at a multiple of 16 bytes"
+    reason = serves_gated_product(x, of_gate, of_up, target) or nvrtc.unavailable()
+    if reason is not None:
+        return f"no kernel for it: {reason}"
     if x.shape[0] <= _MOST_SPLIT_ROWS and serves_siblings(x, (of_gate, of_up), (None, None), target) is None:
         return f"M={x.shape[0]} rows are split into FP8 parts for both products"
-    reason = serves_gated_product(x, of_gate, of_up, target) or nvrtc.unavailable()
-    return None if reason is None else f"no kernel for it: {reason}"
+    return None
 
 
 def _gone(rows: Node) -> set[Node]:

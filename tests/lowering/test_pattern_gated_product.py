@@ -234,6 +234,13 @@ def test_rows_that_are_split_have_both_products_in_one_launch(monkeypatch: pytes
         assert siblings == ([] if made else ["fp8fn.mm_a16w8_siblings.default"] * 2)
 
 
+def test_no_kernel_splits_rows_where_none_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_product.targets, "target_of", lambda device: SM90)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "NVRTC is not there")
+    _, (report,) = run(model(width=1024, hidden=8192), torch.randn(384, 1024).to(BF16))
+    assert (report.made, report.reason) == ("", "no kernel for it: NVRTC is not there")
+
+
 def test_what_begins_between_16_bytes_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_product.targets, "target_of", lambda device: SM90)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
