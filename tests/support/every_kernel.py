@@ -33,7 +33,7 @@ if __name__ == "__main__":  # a script has its own folder on the path, and not t
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, parts_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
-from fp8fn.ops.cuda.gemm.operands import SCALES
+from fp8fn.ops.cuda.gemm.operands import PARTS, SCALES
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, ScaledMmConfig
 from fp8fn.ops.cuda.quantize import (
     quantize,
@@ -409,7 +409,7 @@ def _parts_a16w8(place: Place, target: Target) -> Forms:
     configs = [replace(tile, SPLIT=split) for tile in parts_a16w8.TILES for split in (1, 2)]
     given_types, rows = cycle((BF16, FP16, BF16)), cycle((-7, 9))
     for config, block, dtype in zip(configs, cycle(WEIGHT_BLOCKS), given_types, strict=False):
-        dtype = dtype if parts_a16w8.fits(config, parts_a16w8.PARTS[dtype]) else BF16
+        dtype = dtype if parts_a16w8.fits(config, PARTS[dtype]) else BF16
         if config.SPLIT > 1 and not parts_a16w8.shares_k(config):
             continue
         m, k = config.BM + next(rows), 24 * config.SPLIT * BK + 24  # no ring has more than 12 stages

@@ -9,18 +9,20 @@ from itertools import product as every
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm.operands import (
     INPUTS,
     OUT,
+    PARTS,
     SCALES,
     TYPES,
     as_batch,
+    beside_fault,
     has_pieces,
     is_k_contiguous,
     scale_step,
+    strides_of_scales,
 )
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster
@@ -35,7 +37,6 @@ STAGE_K: Final = 128  # elements of K in a stage
 _PIECE: Final = 8  # elements of x that a thread loads at a time
 MOST_ROWS: Final = 16
 LEAST_STAGES: Final = 2  # in a ring
-PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _MOST_AHEAD: Final = 6
 _LONG: Final = 8  # stages of K, of a block's part that may not be read early
 # Clusters, by their blocks, that find room at once on an H200 with two blocks on a multiprocessor: of 4 blocks 56 do,
@@ -146,21 +147,11 @@ def accepts_beside(product: WeightProduct) -> str | None:
     """None for products by several weights that `plan` takes in one launch, else the reason why not."""
     if product.up is not None:
         return "its rows are computed"
-    for name, (weight, bias, out) in zip(BESIDE, product.beside, strict=False):
-        if (weight.block, weight.data.dtype) != (product.w.block, product.w.data.dtype):
-            return f"w and w_{name} differ in block or type"
-        if _form(bias) != _form(product.bias):
-            return f"the biases of w and w_{name} differ in type or stride, or one has none"
-        if (reason := accepts(replace(product, w=weight, bias=bias, out=out, beside=()))) is not None:
-            return f"w_{name}: {reason}"
+    if (reason := beside_fault(product, accepts)) is not None:
+        return reason
     if None in _scale_steps(product):
-        strides = [weight.scale.stride() for weight in (product.w, *(each.w for each in product.beside))]
-        return f"the scales of the weights have strides {' and '.join(map(str, strides))}"
+        return strides_of_scales(product)
     return accepts(product)  # in the configuration of all columns, which needs more memory than that of each
-
-
-def _form(bias: Tensor | None) -> tuple[torch.dtype, int] | None:
-    return None if bias is None else (bias.dtype, bias.stride(-1))
 
 
 def _scale_steps(product: WeightProduct) -> tuple[int | None, int | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor
 from fp8fn.ops.cuda.limits import TMA_ALIGNMENT
 from fp8fn.ops.layout import WHOLE, Block, round_up
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.products import BESIDE, WeightProduct
 
 TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 INPUTS: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16"}
+# The FP8 values that add up to one of 16 bits, of which bfloat16 has 8 significant ones and float16 11.
+PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}
 OUT: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16", torch.float32: "Element::FP32"}
 SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHOLE, 1): "LINE", (WHOLE, WHOLE): "LINE"}
 
@@ -59,6 +63,31 @@ def types_of(product: WeightProduct) -> dict[str, int | str]:
         "OUT": OUT[product.out.dtype],
         "BIAS": 0 if product.bias is None else OUT[product.bias.dtype],
     }
+
+
+def beside_fault(product: WeightProduct, accepts: Callable[[WeightProduct], str | None]) -> str | None:
+    """Why a kernel cannot multiply `x` by the weights beside the first one in one launch, or None.
+
+    `accepts` tells whether it takes each of them alone. How scales lie is not compared.
+    """
+    for name, (weight, bias, out) in zip(BESIDE, product.beside, strict=False):
+        if (weight.block, weight.data.dtype) != (product.w.block, product.w.data.dtype):
+            return f"w and w_{name} differ in block or type"
+        if _form(bias) != _form(product.bias):
+            return f"the biases of w and w_{name} differ in type or stride, or one has none"
+        if (reason := accepts(replace(product, w=weight, bias=bias, out=out, beside=()))) is not None:
+            return f"w_{name}: {reason}"
+    return None
+
+
+def _form(bias: Tensor | None) -> tuple[torch.dtype, int] | None:
+    return None if bias is None else (bias.dtype, bias.stride(-1))
+
+
+def strides_of_scales(product: WeightProduct) -> str:
+    """The reason that the scales of several weights differ in strides."""
+    strides = [weight.scale.stride() for weight in (product.w, *(each.w for each in product.beside))]
+    return f"the scales of the weights have strides {' and '.join(map(str, strides))}"
 
 
 def column_steps(product: WeightProduct) -> dict[str, int]:

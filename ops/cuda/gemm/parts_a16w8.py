@@ -11,10 +11,17 @@ from dataclasses import replace
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import scaled_mm
-from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, is_k_contiguous, map_fault
+from fp8fn.ops.cuda.gemm.operands import (
+    INPUTS,
+    PARTS,
+    SCALES,
+    beside_fault,
+    is_k_contiguous,
+    map_fault,
+    strides_of_scales,
+)
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
 from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -25,8 +32,6 @@ from fp8fn.ops.products import BESIDE, ScaledProduct, WeightProduct
 from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
-# FP8 values that add up to one of 16 bits, of which float16 has 11 that are significant.
-PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}
 _OCTET: Final = 8  # columns of a lane of `split_rows.cu`
 _THREADS: Final = 128
 # Rows up to which this kernel was faster than the others on an H200.
@@ -84,21 +89,12 @@ def accepts(product: WeightProduct) -> str | None:
 
 def accepts_beside(product: WeightProduct) -> str | None:
     """None for products by several weights that `plan` takes in one launch after the split, else the reason why not."""
-    for name, (weight, bias, out) in zip(BESIDE, product.beside, strict=False):
-        if (weight.block, weight.data.dtype) != (product.w.block, product.w.data.dtype):
-            return f"w and w_{name} differ in block or type"
-        if _form(bias) != _form(product.bias):
-            return f"the biases of w and w_{name} differ in type or stride, or one has none"
-        if (reason := accepts(replace(product, w=weight, bias=bias, out=out, beside=()))) is not None:
-            return f"w_{name}: {reason}"
-    strides = [weight.scale.stride() for weight in (product.w, *(each.w for each in product.beside))]
-    if SCALES[product.w.block] == "BLOCK" and len(set(strides)) > 1:
-        return f"the scales of the weights have strides {' and '.join(map(str, strides))}"
+    if (reason := beside_fault(product, accepts)) is not None:
+        return reason
+    strides = {weight.scale.stride() for weight in (product.w, *(each.w for each in product.beside))}
+    if SCALES[product.w.block] == "BLOCK" and len(strides) > 1:
+        return strides_of_scales(product)
     return accepts(product)
-
-
-def _form(bias: Tensor | None) -> tuple[torch.dtype, int] | None:
-    return None if bias is None else (bias.dtype, bias.stride(-1))
 
 
 def untuned(product: WeightProduct) -> str | None:
