@@ -16,19 +16,19 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda.gemm import parts_a16w8
 from fp8fn.ops.cuda.gemm.operands import PARTS
-from fp8fn.ops.cuda.gemm.parts_a16w8 import TILES, accepts, choose_config, untuned
+from fp8fn.ops.cuda.gemm.parts_a16w8 import TILES, accepts, accepts_beside, choose_config, untuned
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.launch import described
 from fp8fn.ops.layout import Block
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.products import Beside, WeightProduct
 from fp8fn.ops.targets import SM100
 from fp8fn.ops.tuning.weight import WeightProblem
 from support.accuracy import snr
 from support.compilers import assert_no_spills, needs_nvrtc
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
 from support.operands.weights import assert_right, by_block, exact, on_gpu, operand, operands
-from support.products import weight_product, with_parts
+from support.products import quantized, weight_product, with_parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -154,6 +154,34 @@ def test_views_of_rows_and_weights() -> None:
     for x in (wide[:, 8:520], wide[::2, :512], wide[4:]):
         given = x[:, :512]
         assert_right(emulated(given, w), given, w)
+
+
+@needs_compiler
+@by_block
+@pytest.mark.parametrize("widths", [(1, 300), (136, 64, 136), (9, 70, 3)], ids=str)
+def test_siblings_are_products_alone(widths: tuple[int, ...], block: Block) -> None:
+    """With the same bits; also where two have one weight, and where rows are stored by 16 bytes or by pairs."""
+    k, config = 264, ScaledMmConfig(MATH=1, BN=64, SPLIT=1 if len(widths) == 2 else 2)
+    x, weights = torch.randn(70, k).bfloat16(), [with_own_strides(operand(k, n, block)) for n in widths]
+    weights[-1] = weights[0] if widths[-1] == widths[0] else weights[-1]
+    for dtype in (None, FP32):
+        biases = [None if dtype is None else torch.randn(n) for n in widths]
+        memories = [torch.full((70 * n + 128,), 7.0, dtype=BF16) for n in widths]
+        outs = [memory[64:-64].view(70, -1) for memory in memories]
+        _, *beside = map(Beside, map(quantized, weights), biases, outs)
+        given = weight_product(x, weights[0], outs[0], bias=biases[0], beside=tuple(beside))
+        assert accepts_beside(given) is None
+        for launch in parts_a16w8.plan(given, config):
+            emulate(launch)
+        for w, bias, out, memory in zip(weights, biases, outs, memories, strict=True):
+            assert torch.equal(out, emulated(x, w, bias, config, out=BF16))
+            assert (memory[:64] == 7.0).all()
+            assert (memory[-64:] == 7.0).all()
+
+
+def with_own_strides(w: ScaledTensor) -> ScaledTensor:
+    """The scales of 128 x 128 blocks lie as those of a layer's weight, whose strides do not depend on N."""
+    return ScaledTensor(w.data, w.scale.mT.contiguous().mT, w.block) if w.block == (128, 128) else w
 
 
 def planned_launches(product: WeightProduct) -> tuple[CudaLaunch, CudaLaunch]:
