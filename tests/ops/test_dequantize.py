@@ -70,8 +70,10 @@ def test_many_rows_go_to_pytorch() -> None:
         assert dequantize.accepts(given) is None
         assert MM_A16W8.choose(given).name == "dequantized"
         assert MM_A16W8.choose(product(511, block=block)).name == "triton_mm"
-        turned = replace(given, w=Quantized(given.w.data.mT, given.w.scale.mT, swap(given.w.block)))
-        assert MM_A16W8.choose(turned).name == "cuda_many"
+        for rows, name in ((512, "cuda_parts"), (1024, "cuda_many")):
+            given = product(rows, block=block)
+            turned = replace(given, w=Quantized(given.w.data.mT, given.w.scale.mT, swap(given.w.block)))
+            assert MM_A16W8.choose(turned).name == name
 
 
 def lines(n: int, k: int, block: Block = (128, 128)) -> Quantized:
@@ -91,7 +93,8 @@ def test_many_rows_that_no_kernel_in_cuda_can_read_go_to_pytorch() -> None:
         return torch.empty(*shape, dtype=BF16, device="meta")
 
     for block in BLOCKS:
-        assert chosen(rows(512, 4096), lines(4096, 4096, block)) == "cuda_many"
+        assert chosen(rows(512, 4096), lines(4096, 4096, block)) == "cuda_parts"
+        assert chosen(rows(1024, 4096), lines(4096, 4096, block)) == "cuda_many"
         assert chosen(rows(4096, 4096), lines(4100, 4096, block)) == "triton_mm"
     assert chosen(rows(128, 4100), lines(4096, 4100)) == "dequantized"
     assert chosen(rows(127, 4100), lines(4096, 4100)) == "cuda_gemv"

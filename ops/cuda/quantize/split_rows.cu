@@ -12,8 +12,8 @@
 
 using XType = TypeOf<INPUT>::type;
 
-// K is a multiple of 8. `data` is (PARTS, M, K), `data_part` from a part to the next and `data_m` from a row to the next; `scale` is (K / 128,
-// M) in lines of `scale_k`.
+// K is a multiple of 8. `data` is (PARTS, M, K), `data_part` from a part to the next and `data_m` from a row to the next;
+// `scale` is (K / 128, M) in lines of `scale_k`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_rows(const uint16_t* x, uint8_t* data, float* scale, int K, int x_m, int data_m, int data_part, int scale_k) {
     wait_for_launches();

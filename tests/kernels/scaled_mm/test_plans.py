@@ -354,6 +354,7 @@ def parameters(file: str, entry: str, *, of_blocks: bool = False) -> list[str]:
     assert found is not None
     plain = found[1].removesuffix(" GROUP_PARAMETERS")
     blocks = re.search(r"#define BLOCK_PARAMETERS (, .*)", source)
+    plain = plain.replace(" SECOND_WEIGHT THIRD_WEIGHT", "")
     plain = plain.replace(" BLOCK_PARAMETERS", blocks[1] if blocks and of_blocks else "")
     return [re.findall(r"\w+", parameter)[-1] for parameter in plain.split(",")]
 
