@@ -131,8 +131,9 @@ def choose_config(problem: WeightProblem) -> ScaledMmConfig:
 
 
 def candidates(problem: WeightProblem) -> tuple[ScaledMmConfig, ...]:
-    """The configurations to measure a problem in, the default one first."""
-    if not problem.k_lines or problem.batch > 1 or problem.x_dtype not in PARTS:
+    """The configurations to measure a problem in, the default one first; from 9 rows on, of no batch."""
+    fewest = min(rows for rows, _ in _FEWEST)
+    if problem.m < fewest or problem.batch > 1 or not problem.k_lines or problem.x_dtype not in PARTS:
         return ()
     return tuple(sorted(_configs(problem), key=lambda config: _microseconds(problem, config))[:8])
 
