@@ -120,7 +120,7 @@ def configure(product: WeightProduct) -> ScaledMmConfig:
 
 
 def _problem(product: WeightProduct) -> WeightProblem:
-    """That of a weight with the columns of all."""
+    """The problem of one weight that has the columns of `w` and of those beside it."""
     problem = weight_problem(product)
     return problem._replace(n=problem.n + sum(each.out.shape[-1] for each in product.beside))
 
@@ -176,7 +176,7 @@ def _microseconds(problem: WeightProblem, config: ScaledMmConfig) -> float:
     waves = -(-_tiles(problem, config) * config.SPLIT // int(places))
     steps = -(-problem.k // (BK * config.SPLIT))
     multiplied = waves * (steps * of_k_tile + beside + _EXCHANGE[config.SPLIT] * config.BN / 64)
-    # Of two configurations that wait for the weight, the one that multiplies faster is chosen.
+    # Among configurations that all wait for the weight, the one that multiplies fastest costs the least.
     return max(multiplied, problem.n * problem.k / _RATE + _START) + 0.05 * multiplied
 
 
