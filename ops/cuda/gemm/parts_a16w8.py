@@ -84,7 +84,7 @@ def accepts(product: WeightProduct) -> str | None:
         return f"w has dtype {w.dtype} and blocks of {w_block}"
     if bias is not None and (bias.dim() != 1 or (bias.stride(0) != 1 and bias.shape[0] != 1)):
         return f"bias has strides {bias.stride()}"
-    return scaled_mm.accepts(_of_parts(product, product.m))
+    return scaled_mm.accepts(_of_parts(product, product.m, device="meta"))
 
 
 def accepts_beside(product: WeightProduct) -> str | None:
@@ -180,12 +180,12 @@ def _microseconds(problem: WeightProblem, config: ScaledMmConfig) -> float:
     return max(multiplied, problem.n * problem.k / _RATE + _START) + 0.05 * multiplied
 
 
-def _of_parts(product: WeightProduct, rows: int) -> ScaledProduct:
+def _of_parts(product: WeightProduct, rows: int, device: torch.device | str) -> ScaledProduct:
     """The product of the parts, allocated here with so many rows, by the weight."""
     x, m, k = product.x, product.m, product.k
     count = PARTS[x.dtype]
-    data = torch.empty(count, rows, round_up(k, 16), dtype=torch.float8_e4m3fn, device=x.device)[..., :k]
-    scale = torch.empty(-(-k // BK), round_up(m, 4), dtype=torch.float32, device=x.device)[:, :m].mT
+    data = torch.empty(count, rows, round_up(k, 16), dtype=torch.float8_e4m3fn, device=device)[..., :k]
+    scale = torch.empty(-(-k // BK), round_up(m, 4), dtype=torch.float32, device=device)[:, :m].mT
     return ScaledProduct(
         a=Quantized(data, scale, (1, BK)), b=product.w, bias=product.bias, out=product.out, target=product.target,
         parts=count, beside=product.beside,
@@ -198,7 +198,7 @@ def plan(product: WeightProduct, config: ScaledMmConfig) -> tuple[CudaLaunch, Cu
     # TMA takes long to fill rows past the end with zeros, so that all rows of the last tile are allocated. Rows past M
     # stay unwritten, and the products with them are not stored.
     rows = product.m if product.m <= config.BM else round_up(product.m, config.BM)
-    x, scaled = product.x, _of_parts(product, rows)
+    x, scaled = product.x, _of_parts(product, rows, device=product.x.device)
     data, scale, _ = scaled.a
     macros: dict[str, int | str] = {"INPUT": INPUTS[x.dtype], "PARTS": scaled.parts, "THREADS": _THREADS}
     split = CudaLaunch(

@@ -53,7 +53,8 @@ def emulated(
 
 def parts_of(x: Tensor) -> tuple[Tensor, Tensor]:
     """The parts in float64, and the scales of each 128 columns, as the kernel leaves them."""
-    split, _ = parts_a16w8.plan(weight_product(x, operand(x.shape[1], 16, (128, 128)), torch.empty(len(x), 16)), SMALL)
+    w = operand(k=x.shape[1], n=16, block=(128, 128))
+    split, _ = parts_a16w8.plan(weight_product(x, w, out=torch.empty(len(x), 16)), config=SMALL)
     emulate(split)
     data, scale = split.args["data"], split.args["scale"]
     assert isinstance(data, Tensor)
@@ -206,6 +207,18 @@ def test_what_it_refuses() -> None:
         (operands(64, k=6152), "w.mT has a stride of 6152 bytes"),
     ):
         assert reason in str(accepts(given)), (reason, accepts(given))
+
+
+def test_the_check_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any product is checked, also one of so many rows that the parts would take gigabytes."""
+    x, w, devices = torch.randn(64, 4096).bfloat16(), operand(k=4096, n=16, block=(128, 128)), []
+    given = weight_product(x, w, torch.empty(64, 16))
+    empty = torch.empty
+    monkeypatch.setattr(
+        parts_a16w8.torch, "empty", lambda *size, **of: devices.append(of["device"]) or empty(*size, **of)
+    )
+    assert accepts(given) is None
+    assert devices == ["meta", "meta"]
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(17, 4096, 4096), (64, 1024, 4096), (768, 4096, 14336), (9, 14336, 4096)])
