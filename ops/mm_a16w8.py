@@ -223,15 +223,19 @@ def _configure_triton_once(product: WeightProduct) -> Any:
 
 
 def _in_lines(product: WeightProduct) -> tuple[Tensor | None, ...] | None:
-    """A copy of `x` where `cuda_splitk` reads a copy, but not `x` as it lies: the place of rows must not matter."""
+    """A copy of `x` where a kernel reads a copy, but not `x` as it lies: the place of rows must not matter."""
     x, (w, w_scale, _), matrix = product.x, product.w, product.as_matrix()
-    if map_fault(matrix.x) is None and matrix.batch <= MOST_BLOCKS:
-        return None
     strides = matrix_strides(x.shape, column_major=False, align=TMA_ALIGNMENT // x.element_size())
-    copy = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-    if splitk_a16w8.accepts_invariant(replace(product, x=copy)) is not None:
+    laid = replace(product, x=torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta"))
+    if parts_a16w8.accepts_invariant(laid) is None:
+        readable = parts_a16w8.accepts_invariant(matrix) is None
+    else:
+        readable = map_fault(matrix.x) is None and matrix.batch <= MOST_BLOCKS
+        readable = readable or splitk_a16w8.accepts_invariant(laid) is not None
+    if readable:
         return None
-    return copy.copy_(x), w, w_scale, product.bias
+    copy = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return copy, w, w_scale, product.bias
 
 
 KERNELS: Final = (
@@ -255,13 +259,15 @@ MM_A16W8: Final = Dispatch(
     named=_named,
 )
 
-# One order of each row's sum for every number of rows. The kernels in CUDA C++ divide K alike; Triton's has one tile.
+# One order of each row's sum for every number of rows. `cuda_parts` takes all rows by a weight or none; `cuda_many` and
+# `cuda_splitk` divide K alike; Triton's kernel has one tile.
 MM_A16W8_INVARIANT: Final = Dispatch(
     op="mm_a16w8, batch-invariant",
     inputs=("x", "w", "w_scale", "bias"),
     operands=_operands,
     problem=WeightProduct.as_matrix,
     kernels=(
+        Kernel("cuda_parts", parts_a16w8.accepts_invariant, parts_a16w8.configure_invariant, parts_a16w8.plan),
         Kernel("cuda_many", mm_a16w8.why_not_invariant, mm_a16w8.configure_invariant, mm_a16w8.plan),
         Kernel("cuda_splitk", splitk_a16w8.accepts_invariant, splitk_a16w8.configure_invariant, splitk_a16w8.plan),
         Kernel("triton_mm", takes_all, _configure_triton_once, triton.plan_mm_a16w8),

@@ -16,7 +16,7 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import mm_a16w8, scaled_mm
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
-from fp8fn.ops.cuda.gemm import splitk_a16w8
+from fp8fn.ops.cuda.gemm import parts_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.gemm.splitk_a16w8 import SplitKConfig, with_stages
@@ -56,9 +56,23 @@ def test_rows_do_not_decide(target: Target) -> None:
 
 @pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
 def test_rows_decide_about_the_tile_and_not_about_k_on_hopper(block: Block) -> None:
-    """K is divided alike for all rows; where it is in one part, `cuda_many` promotes in the same order."""
-    for n, k in (*HOPPER, (4096, 4096), (28672, 4096), (512, 16384)):
+    """K is divided alike for all rows, which split rows are for any number of them."""
+    for n, k in ((6144, 4096), (4096, 14336), (4096, 4096), (28672, 4096), (512, 16384), (1024, 3424)):
         problems = [WeightProblem(m, n, k, block=block, constant=constant) for m in SIZES for constant in (False, True)]
+        choices = [mm_a16w8.MM_A16W8_INVARIANT.choose(problem.product()) for problem in problems]
+        assert {(choice.name, choice.config.SPLIT) for choice in choices} in ({("cuda_parts", i)} for i in (1, 2, 4))
+        assert choices[0].config.BM == 64 < choices[-1].config.BM
+
+
+@pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
+def test_rows_of_16_bits_divide_k_alike_on_hopper(block: Block) -> None:
+    """Where K is in one part, `cuda_many` promotes in the same order."""
+    for n, k in (*HOPPER, (4096, 4096), (28672, 4096), (512, 16384)):
+        problems = [
+            WeightProblem(m, n, k, block=block, constant=constant, x_dtype=torch.float16)
+            for m in SIZES
+            for constant in (False, True)
+        ]
         choices = [mm_a16w8.MM_A16W8_INVARIANT.choose(problem.product()) for problem in problems]
         clusters = {choice.config.CLUSTER for choice in choices if choice.name == "cuda_splitk"}
         assert len(clusters) == 1, (n, k)
@@ -91,7 +105,7 @@ def test_two_operands_divide_k_alike_on_hopper(kinds: tuple[str, str]) -> None:
 
 def _rows_of(k: int) -> list[Tensor]:
     """Rows of K elements as they may lie, of which TMA reads some in place."""
-    memory = torch.randn(300, 5, 2 * k + 8).bfloat16()
+    memory = torch.randn(max(300, k), 5, 2 * k + 8).bfloat16()
     return [
         memory[:1, 0, :k].contiguous(), memory[:2, 0, :k].contiguous(), memory[:3, 0, 1 : k + 1],
         memory[:3, 0, : 2 * k : 2], memory[:k, 0, :1].mT, memory[:1, 0, :k].expand(9, k), memory[0, :, :k],
@@ -118,6 +132,26 @@ def test_where_rows_lie_does_not_decide_on_hopper(n: int, k: int) -> None:
         assert isinstance(launch, CudaLaunch)
         for name, arg in launch.args.items():
             assert not isinstance(arg, TensorMap) or map_fault(arg.tensor) is None, (name, x.shape, x.stride())
+
+
+@pytest.mark.parametrize("k", [1024, 1032])
+@pytest.mark.parametrize("n", [3408, 4096])
+def test_where_rows_lie_does_not_decide_about_parts_on_hopper(n: int, k: int) -> None:
+    """Rows that the kernel can't read are copied, and matrices of rows become one, unless each has its own bias."""
+    w = fp8fn.quantize(torch.randn(n, k).mT, (128, 128))
+    served = n * k >= 3_500_000
+    for x in _rows_of(k):
+        for bias in (None, torch.randn(n), torch.randn(x.shape[0], n))[: x.ndim]:
+            given = weight_product(x, w, torch.empty(*x.shape[:-1], n, dtype=torch.bfloat16), bias=bias)
+            settled = mm_a16w8.MM_A16W8_INVARIANT.settled(given)
+            if settled is not None:
+                assert settled[0] is not None
+                assert torch.equal(settled[0], x)
+                given = replace(given, x=settled[0])
+                assert mm_a16w8.MM_A16W8_INVARIANT.settled(given) is None
+            choice = mm_a16w8.MM_A16W8_INVARIANT.choose(given.as_matrix())
+            by_parts = served and (bias is None or bias.ndim == 1)
+            assert choice.name == ("cuda_parts" if by_parts else "cuda_splitk"), (x.shape, x.stride(), choice.refused)
 
 
 def test_many_matrices_of_rows_are_copied_into_one_on_hopper() -> None:
@@ -212,6 +246,27 @@ def test_a_row_has_the_same_bits_in_cuda(n: int, k: int, cluster: int, block: Bl
     if cluster == 1:
         config = many.configure_invariant(weight_product(x, w, torch.empty(150, n)))
         assert torch.equal(product(x, config, torch.bfloat16), whole.bfloat16())
+
+
+@needs_compiler
+@pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_row_that_was_split_has_the_same_bits_in_cuda(split: int, block: Block) -> None:
+    """In every tile that divides K alike, of all rows and of a few."""
+    x, w, bias = torch.randn(270, 1032).bfloat16(), operand(1032, 136, block), torch.randn(136)
+
+    def product(x: Tensor, config: Any) -> Tensor:
+        out = torch.empty(len(x), 136)
+        for launch in parts_a16w8.plan(weight_product(x, w, out, FEW, bias=bias), config):
+            emulate(launch)
+        return out
+
+    whole = product(x, ScaledMmConfig(MATH=1, BN=64, SPLIT=split))
+    assert_right(whole, x, w, bias)
+    for i, tile in enumerate(parts_a16w8.TILES):
+        if split == 1 or parts_a16w8.shares_k(tile):
+            rows = (slice(0, 270), slice(3, 4), slice(8, 150))[i % 3]
+            assert torch.equal(product(x[rows], replace(tile, SPLIT=split)), whole[rows]), (tile, rows)
 
 
 @needs_compiler

@@ -1,5 +1,7 @@
 """9 to 768 rows by an FP8 weight on Hopper, in two launches: rows split into FP8 parts, and their products.
 
+Batch-invariant products by a large weight are computed here whatever the number of their rows.
+
 A bfloat16 has 8 significant bits and an e4m3 value 4: two of these add up to it (`split_rows.cu`). The tensor core
 multiplies both by the weight as it lies in memory (`scaled_mm.cu`), whereas `mm_a16w8.cu` and `splitk_a16w8.cu` widen
 the weight to 16 bits. In FP8 the tensor core computes two products in the time of one of 16 bits.
@@ -8,6 +10,8 @@ the weight to 16 bits. In FP8 the tensor core computes two products in the time 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+from math import fsum, log
 from typing import Final
 
 import torch
@@ -23,7 +27,7 @@ from fp8fn.ops.cuda.gemm.operands import (
     strides_of_scales,
 )
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
-from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS
+from fp8fn.ops.cuda.limits import LARGEST
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import round_up
@@ -34,10 +38,12 @@ from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _OCTET: Final = 8  # columns of a lane of `split_rows.cu`
 _THREADS: Final = 128
+_BOX_ROWS: Final = 8  # in memory, of which TMA loads a box has a multiple
 # Rows up to which this kernel was faster than the others on an H200.
 _MOST_ROWS: Final = {torch.bfloat16: 768, torch.float16: 64}
 # Pairs of rows and elements: from so many rows on, it was faster by weights of so many elements or more.
 _FEWEST: Final = ((9, 40_000_000), (17, 3_500_000))
+_INVARIANT_SIZE: Final = _FEWEST[-1][1]
 # Tiles, each with two times in microseconds, of two parts on an H200: of a K tile, and of all else that a tile takes.
 TILES: Final = {
     ScaledMmConfig(MATH=1, BN=32): (0.159, 1.9),
@@ -59,6 +65,7 @@ _MOST_SINGLE: Final = 256  # rows up to which tiles of one warpgroup were timed
 _MOST_IN_TWO_STAGES: Final = 160 << 10  # bytes
 _RATE: Final = 4e6  # elements of a weight in a microsecond, at most
 _START: Final = 3.6  # microseconds
+_INVARIANT_ROWS: Final = tuple(1 << i for i in range(9))  # for which one division of K is chosen
 
 
 def accepts(product: WeightProduct) -> str | None:
@@ -73,8 +80,8 @@ def accepts(product: WeightProduct) -> str | None:
         return "it is a batch"
     if product.k % _OCTET:
         return f"K={product.k} is no multiple of {_OCTET}"
-    if product.m > MOST_BLOCKS or max(x.stride(-2), (product.m + 256) * round_up(product.k, 16)) > LARGEST:
-        return f"x has {product.m} rows of {product.k}, {x.stride(-2)} apart"
+    if max(x.stride(-2), product.m + 256) > LARGEST:
+        return f"x has {product.m} rows, {x.stride(-2)} apart"
     if not is_k_contiguous(w):
         return "columns of w are not contiguous"
     for name, operand in (("x", x), ("w.mT", w.mT)):
@@ -114,9 +121,47 @@ def untuned(product: WeightProduct) -> str | None:
     return None
 
 
+def accepts_invariant(product: WeightProduct) -> str | None:
+    """None where `plan` takes the product, and would take any number of its rows; else the reason why not.
+
+    Where rows lie as `accepts` asks, the weight and the bias decide alone.
+    """
+    product = product.as_matrix()
+    x, out = product.x.dtype, product.out.dtype
+    if x != torch.bfloat16 or out == torch.float32:
+        return f"x has dtype {x} and out {out}, not bfloat16 and 16 bits"
+    if product.k < _LEAST_K or product.n * product.k < _INVARIANT_SIZE:
+        return f"a weight of {product.k} x {product.n} elements is small"
+    return accepts(product)
+
+
 def configure(product: WeightProduct) -> ScaledMmConfig:
     """The default configuration of a product; see `choose_config`."""
     return choose_config(_problem(product))
+
+
+def configure_invariant(product: WeightProduct) -> ScaledMmConfig:
+    """The fastest tile, as far as it is known, of those that divide K as the weight's shape says.
+
+    In all of them a row's sum is the same: each K tile is promoted, and the parts of K are added in order.
+    """
+    problem = _problem(product)
+    return _fastest(problem, _one_split(problem._replace(m=1)))
+
+
+@lru_cache(maxsize=4096)
+def _one_split(problem: WeightProblem) -> int:
+    """The blocks that share K for every number of rows: those of the least time, in geometric mean over 1 to 256."""
+
+    def time(split: int) -> float:
+        problems = [problem._replace(m=m) for m in _INVARIANT_ROWS]
+        return fsum(log(_microseconds(each, _fastest(each, split))) for each in problems)
+
+    return min((split for split in _EXCHANGE if _alike(problem, split)), key=time)
+
+
+def _fastest(problem: WeightProblem, split: int) -> ScaledMmConfig:
+    return min(_alike(problem, split), key=lambda config: _microseconds(problem, config))
 
 
 def _problem(product: WeightProduct) -> WeightProblem:
@@ -140,17 +185,22 @@ def candidates(problem: WeightProblem) -> tuple[ScaledMmConfig, ...]:
 
 def _configs(problem: WeightProblem) -> list[ScaledMmConfig]:
     """Tiles that are more than half full; K is shared where the tiles of one wave are too few."""
+    return [
+        config
+        for split in _EXCHANGE
+        for config in _alike(problem, split)
+        if split == 1 or _tiles(problem, config) * split <= problem.cores
+    ]
+
+
+def _alike(problem: WeightProblem, split: int) -> list[ScaledMmConfig]:
+    """Tiles that are more than half full, whose K so many blocks share."""
     found = []
     for tile in TILES:
         half_empty = tile.BM > 64 and 2 * problem.m <= tile.BM
         if half_empty or (tile.MATH == 1 and problem.m > _MOST_SINGLE) or not fits(tile, PARTS[problem.x_dtype]):
             continue
-        for split in _EXCHANGE:
-            shared = split > 1
-            if shared and (not shares_k(tile) or -(-problem.k // BK) < 2 * split):
-                continue
-            if shared and _tiles(problem, tile) * split > problem.cores:
-                continue
+        if split == 1 or (shares_k(tile) and -(-problem.k // BK) >= 2 * split):
             found.append(replace(tile, SPLIT=split))
     return found
 
@@ -195,20 +245,20 @@ def _of_parts(product: WeightProduct, rows: int, device: torch.device | str) -> 
 def plan(product: WeightProduct, config: ScaledMmConfig) -> tuple[CudaLaunch, CudaLaunch]:
     """The launches of a product that `accepts` accepts, of which nothing is empty."""
     product = product.as_matrix()
-    # TMA takes long to fill rows past the end with zeros, so that all rows of the last tile are allocated. Rows past M
-    # stay unwritten, and the products with them are not stored.
-    rows = product.m if product.m <= config.BM else round_up(product.m, config.BM)
+    # TMA takes long to fill rows past the end with zeros, so that all rows of the last tile are allocated; and in boxes
+    # of 8 rows or fewer longer than in one of 8. Rows past M stay unwritten, and products with them are not stored.
+    rows = round_up(product.m, _BOX_ROWS if product.m <= config.BM else config.BM)
     x, scaled = product.x, _of_parts(product, rows, device=product.x.device)
     data, scale, _ = scaled.a
     macros: dict[str, int | str] = {"INPUT": INPUTS[x.dtype], "PARTS": scaled.parts, "THREADS": _THREADS}
     split = CudaLaunch(
         kernel=CudaKernel("split_rows.cu", "split_rows", tuple(macros.items())),
-        grid=(-(-product.k // (_THREADS * _OCTET)), product.m, 1),
+        grid=(product.m, -(-product.k // (_THREADS * _OCTET)), 1),
         threads=_THREADS,
         shared=0,
         args={
             "x": x, "data": data, "scale": scale, "K": product.k, "x_m": x.stride(-2),
-            "data_m": data.stride(-2), "data_part": data.stride(0), "scale_k": scale.stride(-1),
+            "rows": rows, "data_m": data.stride(-2), "scale_k": scale.stride(-1),
         },
         target=product.target,
         options=macros,

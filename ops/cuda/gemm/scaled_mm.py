@@ -170,7 +170,7 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         macros["SPREAD_UNIT"] = unit_of(k, batches)
     if grouped == "MASKED":
         macros["ZEROS"] = int(product.zeros)
-    a_rows = min(m, config.BM) if once else config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
+    a_rows = min(a.shape[-2], config.BM) if once else config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
     b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
     a_scales: Argument = TensorMap(as_batch(a_scale.mT), (1, 1, scales_of_a)) if kinds[0] == "VECTOR" else a_scale
     b_scales: Argument = TensorMap(as_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale

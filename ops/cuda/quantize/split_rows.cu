@@ -12,13 +12,13 @@
 
 using XType = TypeOf<INPUT>::type;
 
-// K is a multiple of 8. `data` is (PARTS, M, K), `data_part` from a part to the next and `data_m` from a row to the next;
-// `scale` is (K / 128, M) in lines of `scale_k`.
+// K is a multiple of 8. `data` is (PARTS, rows, K) with `data_m` from a row to the next, and has M rows or more; `scale` is
+// (K / 128, M) in lines of `scale_k`.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    split_rows(const uint16_t* x, uint8_t* data, float* scale, int K, int x_m, int data_m, int data_part, int scale_k) {
+    split_rows(const uint16_t* x, uint8_t* data, float* scale, int K, int x_m, int rows, int data_m, int scale_k) {
     wait_for_launches();
     let_next_begin();
-    const int column = (blockIdx.x * THREADS + threadIdx.x) * 8, row = blockIdx.y;
+    const int column = (blockIdx.y * THREADS + threadIdx.x) * 8, row = blockIdx.x;
     const uint4 octet = load_written(x + int64_t(row) * x_m + column, column < K);
     const uint32_t words[4] = {octet.x, octet.y, octet.z, octet.w};
 
@@ -37,6 +37,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     split<XType, PARTS, false>(words[2], words[3], found, second);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
-        store8<Store::NORMAL>(data + int64_t(part) * data_part + int64_t(row) * data_m + column,
+        store8<Store::NORMAL>(data + (int64_t(part) * rows + row) * data_m + column,
                               make_uint2(first[part], second[part]));
 }
