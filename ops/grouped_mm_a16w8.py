@@ -23,8 +23,10 @@ from fp8fn.ops.scaled_grouped_mm import check_group_bias, check_group_count, emp
 from fp8fn.ops.scaled_mm import Parts
 
 if TYPE_CHECKING:
+    from fp8fn.ops.cuda.gemm import parts_a16w8
     from fp8fn.ops.triton import grouped_mm_a16w8 as triton
 else:
+    parts_a16w8 = deferred("fp8fn.ops.cuda.gemm.parts_a16w8")
     triton = deferred("fp8fn.ops.triton.grouped_mm_a16w8")
 
 GROUPED_MM_A16W8_SCHEMA: Final = (
@@ -114,7 +116,16 @@ GROUPED_MM_A16W8: Final = Dispatch(
     op=_NAME,
     inputs=("x", "w", "w_scale", "offsets", "bias"),
     operands=_operands,
-    kernels=(Kernel("triton", takes_all, triton.configure, triton.plan_grouped_mm_a16w8),),
+    kernels=(
+        Kernel(
+            "cuda_parts",
+            parts_a16w8.accepts,
+            parts_a16w8.configure_groups,
+            parts_a16w8.plan,
+            parts_a16w8.untuned_groups,
+        ),
+        Kernel("triton", takes_all, triton.configure, triton.plan_grouped_mm_a16w8),
+    ),
     reference=_reference,
     unserved=unserved,
     settled=_settled,

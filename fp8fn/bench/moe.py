@@ -2,7 +2,7 @@
 
 Suites:
 - "forward": tokens `(M, K)` by experts `(E, K, N)`, on quantized operands.
-- "few": the same of 16-bit tokens by FP8 experts in decoding: M rows are M / 8 tokens, for 8 experts each.
+- "few": the same of 16-bit tokens by FP8 experts in serving: M rows are M / 8 tokens, for 8 experts each.
 - "deepgemm", "deepgemm-wgrad": the first and the next at DeepGEMM's own shapes.
 - "deepgemm-masked": quantized operands of experts with room for M rows, of which the device counts C in the mean.
 - "wgrad": the gradient `(E, N, K)` of the experts, each summed over the expert's tokens.
@@ -42,11 +42,11 @@ from fp8fn.timing import Call
 
 # (E, M, N, K).
 PRODUCTS: Final = ((8, 32768, 2048, 7168), (8, 32768, 7168, 2048), (8, 16384, 4096, 4096), (16, 16384, 8192, 5120))
-# Qwen3-30B-A3B's and DeepSeek-V3's experts, 8 for each of 1 to 128 tokens.
+# Qwen3-30B-A3B's and DeepSeek-V3's experts, 8 for each of 1 to 2048 tokens.
 FEW: Final = tuple(
     (count, TOP_K * tokens, *sides)
     for count, *sides in ((128, 1536, 2048), (128, 2048, 768), (256, 4096, 7168))
-    for tokens in (1, 16, 128)
+    for tokens in (1, 16, 128, 2048)
 )
 MLP: Final = ((8, 32768, 2048, 7168),)
 # The shapes that torchao published its grouped GEMM for MI300X with.

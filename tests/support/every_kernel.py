@@ -78,7 +78,7 @@ from support.configs import (
     WEIGHT_TILES,
 )
 from support.kernel_info import Expected, Form, Forms, KernelInfo, Operands, Place, dequantized
-from support.operands.groups import GROUPS, ends
+from support.operands.groups import GROUPS, ends, spans
 from support.quantizers import quantization
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -421,6 +421,37 @@ def _parts_a16w8(place: Place, target: Target) -> Forms:
         operands, given = _sibling_products(config.BM + 9, widths, 24 * config.SPLIT * BK + 24, place, BF16, block)
         given = replace(given, target=_few(target))
         yield Form(f"siblings {config}", parts_a16w8.plan(given, config), operands)
+    for tile, block, dtype in zip(parts_a16w8.TILES, cycle(WEIGHT_BLOCKS), cycle((BF16, BF16, FP16)), strict=False):
+        dtype = dtype if parts_a16w8.fits(tile, PARTS[dtype]) else BF16
+        if tile.BM < 256:
+            operands, given = _groups_by_weights(tile.BN + 6, 24 * BK + 24, place, dtype, block)
+            given = replace(given, target=_few(target))
+            yield Form(f"groups {dtype} {tile}", parts_a16w8.plan(given, tile), operands)
+
+
+def _groups_by_weights(
+    n: int, k: int, place: Place, dtype: torch.dtype, block: Block
+) -> tuple[Operands, WeightProduct]:
+    sizes, rest = GROUPS["odd"]
+    operands, tokens = Operands(place), sum(sizes) + rest
+    offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
+    x = operands.input("x", (tokens, k), dtype)
+    w = operands.quantized("w", (len(sizes), k, n), block, column_major=True)
+    bias, out = operands.input("bias", (len(sizes), n), BF16), operands.output("out", (tokens, n), dtype)
+    given = WeightProduct(x=x, w=w, bias=bias, out=out, offsets=offsets, target=SM90)
+    operands.expected = partial(_of_groups, given)
+    return operands, given
+
+
+def _of_groups(given: WeightProduct) -> dict[str, Expected]:
+    """Each group by its weight, and zeros where no group is."""
+    rows, bias, w = spans(given.group_ends), given.bias, dequantized(given.w)
+    assert bias is not None
+    each = [kernel_info.product(given.x[start:stop], w[group], bias[group]) for group, (start, stop) in enumerate(rows)]
+    zeros = torch.zeros(given.m - rows[-1][1], given.n, dtype=torch.float64, device=given.x.device)
+    return {
+        "out": Expected(torch.cat([*(e.value for e in each), zeros]), torch.cat([*(e.magnitude for e in each), zeros]))
+    }
 
 
 # ---- MX -------------------------------------------------------------------------------------------------------------
@@ -809,8 +840,8 @@ CUDA: Final = (
     ),
     KernelInfo(
         "split_rows.cu", _parts_a16w8, 1e-5, 2.0**-11, overlaps=True,
-        early=frozenset(f"{name}{of}" for name in ("b", "b_scale") for of in ("", "_second", "_third")),
-        emulated=(f"M57 {BF16} 64x32", "M73", "M121", "siblings"),
+        early=frozenset(f"{name}{of}" for name in ("b", "b_scale") for of in ("", "_second", "_third")) | {"offsets"},
+        emulated=(f"M57 {BF16} 64x32", "M73", "M121", "siblings", "groups"),
         nan=(*_WEIGHT_NAN, *_BESIDE, "bias_second"), far=(*_WEIGHT_FAR[:2], ("w_second", -1)),
     ),
     KernelInfo(

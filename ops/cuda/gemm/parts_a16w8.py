@@ -1,6 +1,7 @@
 """9 to 768 rows by an FP8 weight on Hopper, in two launches: rows split into FP8 parts, and their products.
 
-Batch-invariant products by a large weight are computed here whatever the number of their rows.
+Batch-invariant products by a large weight are computed here whatever the number of their rows, and groups of rows by
+experts from 16 rows a group on.
 
 A bfloat16 has 8 significant bits and an e4m3 value 4: two of these add up to it (`split_rows.cu`). The tensor core
 multiplies both by the weight as it lies in memory (`scaled_mm.cu`), whereas `mm_a16w8.cu` and `splitk_a16w8.cu` widen
@@ -58,6 +59,14 @@ TILES: Final = {
     ScaledMmConfig(MATH=2, BN=256, SLICES_N=2, DEPTH=1): (1.330, 1.9),
     ScaledMmConfig(MATH=2, SLICES_M=2, BN=128, DEPTH=1): (1.330, 2.5),
 }
+# Groups of rows: the tiles; the rows of a group from which on Triton's kernel took longer; and the K from which on it
+# did for fewer rows, by weights that together have no more columns.
+_TILE_OF_GROUPS: Final = ScaledMmConfig(MATH=1, BN=128)
+_TILE_OF_LARGE_GROUPS: Final = ScaledMmConfig(MATH=2, BN=256, SLICES_N=2, DEPTH=1)
+_MOST_OF_SMALL_GROUPS: Final = 128
+_FEWEST_OF_GROUPS: Final = 16
+_LEAST_K_OF_FEW: Final = 2560
+_MOST_COLUMNS_OF_FEW: Final = 1 << 17
 _EXCHANGE: Final = {1: 0.0, 2: 1.2, 4: 2.0}  # microseconds, for 64 columns, by the blocks that share K
 _CLUSTERED: Final = 0.75  # the part of the multiprocessors that find room in clusters of four blocks
 _LEAST_K: Final = 1024
@@ -76,7 +85,7 @@ def accepts(product: WeightProduct) -> str | None:
         return reason
     if x.dtype not in INPUTS:
         return f"x has dtype {x.dtype}, not 16 bits"
-    if x.dim() == 3 or w.dim() == 3:
+    if x.dim() == 3 or (w.dim() == 3 and product.offsets is None):
         return "it is a batch"
     if product.k % _OCTET:
         return f"K={product.k} is no multiple of {_OCTET}"
@@ -89,9 +98,11 @@ def accepts(product: WeightProduct) -> str | None:
             return f"{name} {fault}"
     if w.dtype not in OCP or w_block not in SCALES:
         return f"w has dtype {w.dtype} and blocks of {w_block}"
-    if bias is not None and (bias.dim() != 1 or (bias.stride(0) != 1 and bias.shape[0] != 1)):
+    if bias is not None and bias.dim() != w.dim() - 1:
+        return f"bias has shape {tuple(bias.shape)}"
+    if bias is not None and bias.stride(-1) != 1 and bias.shape[-1] != 1:
         return f"bias has strides {bias.stride()}"
-    return scaled_mm.accepts(_of_parts(product, product.m, device="meta"))
+    return scaled_mm.accepts(_of_parts(product, product.m, product.m, device="meta"))
 
 
 def accepts_beside(product: WeightProduct) -> str | None:
@@ -138,6 +149,28 @@ def accepts_invariant(product: WeightProduct) -> str | None:
 def configure(product: WeightProduct) -> ScaledMmConfig:
     """The default configuration of a product; see `choose_config`."""
     return choose_config(_problem(product))
+
+
+def untuned_groups(product: WeightProduct) -> str | None:
+    """None where groups of rows were multiplied faster than by Triton's kernel on an H200, else the reason why not."""
+    if product.out.dtype == torch.float32 or product.x.dtype != torch.bfloat16:
+        return f"x has dtype {product.x.dtype} and out {product.out.dtype}, and bfloat16 alone was timed"
+    groups, rows = _groups(product)
+    if rows < _FEWEST_OF_GROUPS and (product.k < _LEAST_K_OF_FEW or groups * product.n > _MOST_COLUMNS_OF_FEW):
+        return f"{rows} rows a group are few for {groups} weights of {product.k} x {product.n}"
+    return None
+
+
+def configure_groups(product: WeightProduct) -> ScaledMmConfig:
+    """The default tile for the rows of a group in the mean, as were timed on an H200."""
+    _, rows = _groups(product)
+    return _TILE_OF_GROUPS if rows <= _MOST_OF_SMALL_GROUPS else _TILE_OF_LARGE_GROUPS
+
+
+def _groups(product: WeightProduct) -> tuple[int, int]:
+    """The number of groups that may have rows, and the rows of one of them in the mean: what the host can tell."""
+    groups = min(product.group_ends.shape[0], product.m)
+    return groups, -(-product.m // groups)
 
 
 def configure_invariant(product: WeightProduct) -> ScaledMmConfig:
@@ -230,25 +263,27 @@ def _microseconds(problem: WeightProblem, config: ScaledMmConfig) -> float:
     return max(multiplied, problem.n * problem.k / _RATE + _START) + 0.05 * multiplied
 
 
-def _of_parts(product: WeightProduct, rows: int, device: torch.device | str) -> ScaledProduct:
-    """The product of the parts, allocated here with so many rows, by the weight."""
-    x, m, k = product.x, product.m, product.k
+def _of_parts(product: WeightProduct, rows: int, scales: int, device: torch.device | str) -> ScaledProduct:
+    """The product of the parts, allocated here with so many rows and scales of rows, by the weight."""
+    x, k = product.x, product.k
     count = PARTS[x.dtype]
     data = torch.empty(count, rows, round_up(k, 16), dtype=torch.float8_e4m3fn, device=device)[..., :k]
-    scale = torch.empty(-(-k // BK), round_up(m, 4), dtype=torch.float32, device=device)[:, :m].mT
+    scale = torch.empty(-(-k // BK), round_up(scales, 4), dtype=torch.float32, device=device).mT
     return ScaledProduct(
         a=Quantized(data, scale, (1, BK)), b=product.w, bias=product.bias, out=product.out, target=product.target,
-        parts=count, beside=product.beside,
+        offsets=product.offsets, parts=count, beside=product.beside,
     )  # fmt: skip
 
 
 def plan(product: WeightProduct, config: ScaledMmConfig) -> tuple[CudaLaunch, CudaLaunch]:
     """The launches of a product that `accepts` accepts, of which nothing is empty."""
     product = product.as_matrix()
-    # TMA takes long to fill rows past the end with zeros, so that all rows of the last tile are allocated; and in boxes
-    # of 8 rows or fewer longer than in one of 8. Rows past M stay unwritten, and products with them are not stored.
+    # TMA takes long to fill rows and scales past the end with zeros, so that those of the last tile are allocated, in
+    # boxes that have no fewer than 8 rows. Rows past M stay unwritten, and products with them are not stored.
     rows = round_up(product.m, _BOX_ROWS if product.m <= config.BM else config.BM)
-    x, scaled = product.x, _of_parts(product, rows, device=product.x.device)
+    if product.offsets is not None:  # a group's last tile begins anywhere
+        rows = product.m + config.BM
+    x, scaled = product.x, _of_parts(product, rows, round_up(rows, config.BM), device=product.x.device)
     data, scale, _ = scaled.a
     macros: dict[str, int | str] = {"INPUT": INPUTS[x.dtype], "PARTS": scaled.parts, "THREADS": _THREADS}
     split = CudaLaunch(

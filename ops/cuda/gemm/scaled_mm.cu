@@ -75,7 +75,8 @@ static_assert(A_SCALE != BLOCK || (SLICES_M == 1 && GROUPED != JAGGED_M),
 static_assert(DEPTH < 2 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
 static_assert(DEPTH > 0 || !SCALED, "a scale that changes along K is applied to a temporary");
 static_assert(!BESIDE || (PARTS > 1 && OUT_VIA != BULK), "outputs are addresses");
-static_assert(PARTS == 1 || (CLUSTER == 1 && A_SCALE == VECTOR && !GROUPED), "rows that were split have scales");
+static_assert(PARTS == 1 || (CLUSTER == 1 && A_SCALE == VECTOR && (GROUPED == DENSE || GROUPED == JAGGED_M)),
+              "rows that were split have scales");
 
 // Where turns may be faster: a promotion by scales of rows and of columns lasts too long for them. With three warpgroups
 // and scales along K they are on an H100, and slower on an H200: tables say TURNS 0.
@@ -220,8 +221,8 @@ using Bias = const BiasType*;
 #endif
 
 // Whether the launch may have counters (`deal.cuh`). Few rows, or a cluster that shares K, have few tiles; those of some
-// groups have few K tiles or none.
-constexpr bool DEALT = SPLIT == 1 && !B_ONCE && (GROUPED == DENSE || GROUPED == JAGGED_M);
+// groups have few K tiles or none. Before the wait for the rows to be split, nothing is drawn.
+constexpr bool DEALT = SPLIT == 1 && !B_ONCE && PARTS == 1 && (GROUPED == DENSE || GROUPED == JAGGED_M);
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP, 1)
     scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,

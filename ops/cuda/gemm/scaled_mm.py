@@ -116,7 +116,7 @@ def _refuses_groups(product: ScaledProduct, places: Tensor) -> str | None:
     """Why the kernel takes no groups that lie as `places` says, the product's offsets or counts, or None."""
     a_block, b_block, bias = product.a.block, product.b.block, product.bias
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
-    if kinds not in (KINDS if product.b.data.dim() == 3 else SUMMED_KINDS):
+    if product.parts == 1 and kinds not in (KINDS if product.b.data.dim() == 3 else SUMMED_KINDS):
         spread = "" if product.b.data.dim() == 3 else ": tokens that are summed over have to be spread"
         return f"blocks {a_block} and {b_block} are no pair of this kernel{spread}"
     if not places.is_contiguous():
@@ -170,7 +170,8 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         macros["SPREAD_UNIT"] = unit_of(k, batches)
     if grouped == "MASKED":
         macros["ZEROS"] = int(product.zeros)
-    a_rows = min(a.shape[-2], config.BM) if once else config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
+    a_rows = config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
+    a_rows = min(a.shape[-2], config.BM) if once else a_rows
     b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
     a_scales: Argument = TensorMap(as_batch(a_scale.mT), (1, 1, scales_of_a)) if kinds[0] == "VECTOR" else a_scale
     b_scales: Argument = TensorMap(as_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
@@ -212,7 +213,7 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     if product.beside:  # their tiles follow one another
         n = sum(round_up(x.shape[-1], config.BN) for x in outs)
         args["problem"] = m, n, k, batches
-    early = ["b", "b_scale"]
+    early = ["b", "b_scale"] + ["offsets"] * (offsets is not None)
     for name, each in zip(BESIDE, product.beside, strict=False):
         early += [f"b_{name}", f"b_scale_{name}"]
         scale = TensorMap(as_batch(each.w.scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else each.w.scale
