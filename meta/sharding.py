@@ -245,7 +245,7 @@ mm_a16w8_silu_mul: Final = Rule(
 
 
 def _needs_whole_rows(arguments: Mapping[str, Any]) -> bool:
-    return bool(arguments.get("activations") == "fp8" and arguments["w_block"][0] == WHOLE)
+    return bool(arguments.get("activations", "16bit") != "16bit" and arguments["w_block"][0] == WHOLE)
 
 
 _GROUPED_A16W8: Final = Rule(

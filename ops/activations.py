@@ -19,8 +19,10 @@ from fp8fn.ops.layout import BLOCKS, WHOLE, Block, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import Chip
 
-Activations = Literal["16bit", "fp8"]
+Activations = Literal["16bit", "fp8", "fp8_fast"]
 ACTIVATIONS: Final[tuple[Activations, ...]] = get_args(Activations)
+# The way whose sums over K may stay in the tensor core's accumulator: a permission, which one order of sums overrules.
+FAST: Final[Activations] = "fp8_fast"
 
 FEW_ROWS: Final = 128
 # The activation's block for each block of a weight (K, N) that an FP8 product takes.
@@ -29,9 +31,15 @@ ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {
 }
 
 
-def check_activations(op: str, value: object) -> None:
+def check_activations(op: str, value: object, block: Block | None = None) -> None:
+    """ValueError where `value` is none, or does not fit a weight `(K, N)` with scales of `block`."""
     if value not in ACTIVATIONS:
         raise ValueError(f"{op}: activations={value!r} is no way to read activations; use one of {ACTIVATIONS}")
+    if value == FAST and block is not None and block[0] not in (1, WHOLE):
+        raise ValueError(
+            f"{op}: activations={FAST!r}, and the weight has a scale for each {block[0]} elements along K, whose sums "
+            "are promoted; use activations='fp8', or a weight with one scale for each output or in all"
+        )
 
 
 def why_16_bits(x: Tensor, w: Quantized, batch_invariant: bool = False, groups: int = 1) -> str | None:
@@ -79,8 +87,9 @@ def activation_block(block: Block) -> Block:
 
 
 def quantized_product(
-    x: Tensor, w: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False
-) -> Tensor:
+    x: Tensor, w: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False,
+    *, fast: bool = False,
+) -> Tensor:  # fmt: skip
     """`x (B?, M, K) @ w (B?, K, N) + bias` with `x` quantized to fit the weight, each row by itself."""
     from fp8fn.ops.gemm import product, quantize
 
@@ -88,20 +97,21 @@ def quantized_product(
     scale = "fp32" if w.scale.dtype == torch.float32 else "e8m0"
     a, shape = quantize(rows, activation_block(w.block), None, scale), (*x.shape[:-1], w.data.shape[-1])
     if bias is None or bias.ndim == 1:
-        out = product(a, w, bias, out_dtype, batch_invariant)
+        out = product(a, w, bias, out_dtype, batch_invariant, fast=fast)
         return out if w.data.ndim == 3 else out.reshape(shape)
-    sums = product(a, w, None, torch.float32, batch_invariant)
+    sums = product(a, w, None, torch.float32, batch_invariant, fast=fast)
     sums = sums if w.data.ndim == 3 else sums.reshape(shape)
     return (sums + (bias.unsqueeze(1) if bias.ndim == 2 else bias).float()).to(out_dtype)
 
 
 def quantized_at_once(
-    x: Tensor, w: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False
-) -> Tensor:
+    x: Tensor, w: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False,
+    *, fast: bool = False,
+) -> Tensor:  # fmt: skip
     """`quantized_product` on a GPU, below the dispatcher: from the second call on its launches are started together."""
     inputs = tuple(part for part in (x, w.data, w.scale, bias) if part is not None)
-    key = ("quantized_product", w.block, out_dtype, batch_invariant, *map(kind, inputs))
-    out = chained(key, inputs, lambda: [quantized_product(x, w, bias, out_dtype, batch_invariant)])[0]
+    key = ("quantized_product", w.block, out_dtype, batch_invariant, fast, *map(kind, inputs))
+    out = chained(key, inputs, lambda: [quantized_product(x, w, bias, out_dtype, batch_invariant, fast=fast)])[0]
     assert out is not None
     return out
 

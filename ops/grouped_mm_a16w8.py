@@ -1,6 +1,7 @@
 """The op `fp8fn::grouped_mm_a16w8`, groups of 16- or 32-bit rows by experts in FP8: schema, checks, and dispatch.
 
-With `activations="fp8"` the op quantizes many rows and multiplies in FP8, as `fp8fn::mm_a16w8` does.
+With `activations="fp8"` the op quantizes many rows and multiplies in FP8, as `fp8fn::mm_a16w8` does. With "fp8_fast"
+sums are promoted all the same: products of groups have no other.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def check_grouped_mm_a16w8(
     check_offsets(_NAME, offsets, "x", x)
     check_group_count(_NAME, offsets, "w", w)
     check_group_bias(_NAME, w, offsets.shape[0], bias)
-    check_activations(_NAME, activations)
+    check_activations(_NAME, activations, block)
     return block
 
 
@@ -88,7 +89,7 @@ def grouped_mm_a16w8_kernel(  # noqa: PLR0913  an op's signature
 
 
 def _is_quantized(x: Tensor, w: Quantized, activations: Activations) -> bool:
-    return activations == "fp8" and why_16_bits(x, w, groups=w.data.shape[0]) is None
+    return activations != "16bit" and why_16_bits(x, w, groups=w.data.shape[0]) is None
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:

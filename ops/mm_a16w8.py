@@ -1,6 +1,7 @@
 """The op `fp8fn::mm_a16w8`, the product of a 16- or 32-bit matrix and an FP8 weight: schema, checks, and dispatch.
 
 With `activations="fp8"` the op quantizes many rows and multiplies in FP8; `ops/activations.py` decides at each call.
+With "fp8_fast" the sums of such products stay in the tensor core's accumulator.
 
 `fp8fn::silu_mul_mm_a16w8` multiplies rows `silu(gate) * up`, which a launch of few rows computes by itself. Passes over
 compiled graphs call it. The rows are computed in float32 and rounded to their type, as by Inductor's kernel.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.activations import (
+    FAST,
     Activations,
     check_activations,
     quantized_at_once,
@@ -85,7 +87,7 @@ def check_mm_a16w8(
         raise ValueError(f"mm_a16w8: x has batch {x.shape[0]} and w {w.shape[0]}; they must be equal")
     if bias is not None:
         _check_bias(x, w, bias)
-    check_activations("mm_a16w8", activations)
+    check_activations("mm_a16w8", activations, block)
     return block
 
 
@@ -130,8 +132,9 @@ def mm_a16w8_reference(  # noqa: PLR0913  an op's signature
 ) -> Tensor:  # fmt: skip
     """`constant` has no effect here."""
     weight = Quantized(w, w_scale, check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations))
-    if activations == "fp8" and why_16_bits(x, weight, batch_invariant) is None:
-        return quantized_product(x, weight, bias, out_dtype or x.dtype, batch_invariant)
+    if activations != "16bit" and why_16_bits(x, weight, batch_invariant) is None:
+        fast = activations == FAST and not batch_invariant
+        return quantized_product(x, weight, bias, out_dtype or x.dtype, batch_invariant, fast=fast)
     return reference.mm_a16w8(x, weight, bias, out_dtype or x.dtype, batch_invariant)
 
 
@@ -152,7 +155,8 @@ def mm_a16w8_kernel(  # noqa: PLR0913  an op's signature
     if activations != "16bit":
         weight = Quantized(w, w_scale, check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations))
         if why_16_bits(x, weight, batch_invariant) is None:
-            return quantized_at_once(x, weight, bias, out_dtype or x.dtype, batch_invariant)
+            fast = activations == FAST and not batch_invariant
+            return quantized_at_once(x, weight, bias, out_dtype or x.dtype, batch_invariant, fast=fast)
     constant = constant or graph_capture.readable(w, w_scale)
     dispatch = MM_A16W8_INVARIANT if batch_invariant else MM_A16W8
     return dispatch((x, w, w_scale, bias), (tuple(w_block), out_dtype, constant))[0]

@@ -6,7 +6,8 @@ fills no cache. The embedding and the head stay in bf16.
 
 - `fp8fn:16bit` is `fp8fn.quantize_weights(model)`: weights in blocks of 128 x 128, activations in 16 bits.
 - `fp8fn:fp8` is the same with `activations="fp8"`; `fp8fn:fp8-rowwise` has one scale for each output feature in place
-  of the blocks, `fp8fn:fp8-tensorwise` one for each weight. The activations are quantized row by row.
+  of the blocks, `fp8fn:fp8-tensorwise` one for each weight. The activations are quantized row by row. `fast` in place
+  of the second `fp8` is `activations="fp8_fast"`.
 - Inductor compiles these as it compiles bf16. With `,backend=fp8fn` at the end of its name, a variant is compiled by
   `backend="fp8fn"`, which also fuses the quantizers of activations into norms and into `silu(gate) * up`, and this, of
   activations in 16 bits, into the products of gate and up.
@@ -75,6 +76,8 @@ _FP8FN: Final[Mapping[str, Quantize]] = {
     "fp8fn:fp8": lambda model: quantize_weights(model, activations="fp8"),
     "fp8fn:fp8-rowwise": lambda model: quantize_weights(model, block=(1, -1), activations="fp8"),
     "fp8fn:fp8-tensorwise": lambda model: quantize_weights(model, block=(-1, -1), activations="fp8"),
+    "fp8fn:fast-rowwise": lambda model: quantize_weights(model, block=(1, -1), activations="fp8_fast"),
+    "fp8fn:fast-tensorwise": lambda model: quantize_weights(model, block=(-1, -1), activations="fp8_fast"),
 }
 VARIANTS: Final[Mapping[str, Quantize]] = {
     BF16: lambda model: None,

@@ -20,7 +20,7 @@ from fp8fn.meta.untraced import untraced
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.kinds import kind_of
-from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.layout import WHOLE, swap
 from fp8fn.ops.sharded import local_of
 from fp8fn.ops.torch_private.core import no_torch_function, pytree
 from fp8fn.scaled_tensor import ScaledTensor
@@ -92,13 +92,15 @@ class FP8Weight(Tensor):
         dtype: Type that the weight stands for: `weight.dtype`, and the type of the activations that it multiplies.
         activations: "16bit" multiplies unquantized activations. "fp8" also quantizes the activations and the gradients
             of products with more than 128 rows, in blocks of `(1, 128)`, where that is estimated to be faster.
+            "fp8_fast" also leaves their sums in the tensor core's accumulator of some 14 bits, but for groups; the
+            weight needs one scale for each output or in all.
 
     Shape:
         `scaled (N, K)`, or `(E, N, K)` for experts.
 
     Raises:
         TypeError: `scaled` is not a `ScaledTensor`, or `dtype` is not bfloat16, float16 or float32.
-        ValueError: `activations` is neither "16bit" nor "fp8".
+        ValueError: `activations` is none of the three, or is "fp8_fast" and the weight's scales change along K.
 
     Example:
         >>> layer = torch.nn.Linear(256, 512, bias=False)
@@ -126,13 +128,13 @@ class FP8Weight(Tensor):
             remedy = "use fp8fn.quantize(weight, (128, 128)), or ScaledTensor(data, scale, block)"
             raise TypeError(f"FP8Weight: scaled is {kind_of(scaled)}; {remedy}")
         check_dtype("FP8Weight", dtype)
-        check_activations("FP8Weight", activations)
+        check_activations("FP8Weight", activations, swap(scaled.block))
         form = Form(block_by_dimension(scaled.ndim, scaled.block), dtype, activations=activations)
         return weight_of(scaled.data, scaled.scale, form)
 
     @property
     def activations(self) -> Activations:
-        """How products read the activations: "16bit", or "fp8" where they have many rows."""
+        """How products read the activations: "16bit", or "fp8" or "fp8_fast" where they have many rows."""
         return self._form.activations
 
     @property

@@ -88,7 +88,7 @@ def load_weights(
         dtype: Type of the floating-point tensors, and that FP8 weights stand for; by default the module's, or
             float32 where `from_pretrained` keeps that.
         strict: Whether a name that is missing, or one that the module does not have, is an error.
-        activations: "fp8" also quantizes the activations of products with many rows; see `FP8Weight`.
+        activations: "fp8" and "fp8_fast" also quantize the activations of products with many rows; see `FP8Weight`.
 
     Returns:
         Missing and unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.

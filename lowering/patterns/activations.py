@@ -1,6 +1,6 @@
 """Products by FP8 weights that ask for FP8 activations: a static number of rows decides while the graph is compiled.
 
-    fp8fn::mm_a16w8(x, weight, …, activations="fp8")
+    fp8fn::mm_a16w8(x, weight, …, activations="fp8")  # or "fp8_fast"
 
 The op decides at each call how it reads `x`. A product of known size becomes the same quantizer and product in the
 graph, so that equal quantizers are merged and the quantizer is fused with what computes `x`. The bits stay the same.
@@ -21,7 +21,7 @@ from fp8fn.lowering.graph.emit import call, replace
 from fp8fn.lowering.graph.nodes import arguments_of, source_of, tensor_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
-from fp8fn.ops.activations import activation_block, why_16_bits
+from fp8fn.ops.activations import FAST, activation_block, why_16_bits
 from fp8fn.ops.layout import known_block
 from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.operand import Quantized
@@ -35,7 +35,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
     products = (_OPS.mm_a16w8.default, _OPS.grouped_mm_a16w8.default)
     for node in [node for op in products for node in graph.find_nodes(op="call_function", target=op)]:
         given = arguments_of(node)
-        if given["activations"] != "fp8":
+        if given["activations"] == "16bit":
             continue
         name, at, target = str(node), source_of(node), str(node.target)
         shape = tensor_of(given["x"]).shape[:-1], tensor_of(given["w"]).shape[-1], tensor_of(given["x"]).shape[-1]
@@ -72,11 +72,13 @@ def _emit(graph: Graph, node: Node, given: dict[str, Any], block: tuple[int, int
         quantizer = call(graph, _OPS.quantize.default, rows, [*block], None, scale)
         data, x_scale = (call(graph, operator.getitem, quantizer, place) for place in range(2))
         invariant = given["batch_invariant"]
+        fast = given["activations"] == FAST and not invariant
         if not invariant and is_mx(tensor_of(x_scale), block, tensor_of(w_scale), tuple(w_block)):
             out = call(graph, _OPS.mx_mm.default, data, x_scale, w, w_scale, given["bias"], out_dtype)
         else:
             sides = (data, x_scale, [*block], w, w_scale, [*w_block])
-            out = call(graph, _OPS.scaled_mm.default, *sides, given["bias"], out_dtype, *[True] * invariant)
+            flags = (False, True) if fast else (True,) * invariant
+            out = call(graph, _OPS.scaled_mm.default, *sides, given["bias"], out_dtype, *flags)
         made = str(out.target)
         if one_matrix:
             out = call(graph, aten.reshape.default, out, [*tensor_of(node).shape])

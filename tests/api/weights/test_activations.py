@@ -6,6 +6,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import fp8fn
 from fp8fn import FP8Weight
+from fp8fn.lowering.graph.nodes import arguments_of
+from fp8fn.ops import gemm
 from fp8fn.ops.activations import why_16_bits
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.call_cache import Program
@@ -24,6 +27,8 @@ from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.rates import NAMED
 from support.accuracy import same_bits, snr
 from support.fp8_weights import values
+from support.graphs import graphs
+from support.products import quantized
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -56,6 +61,67 @@ def test_the_gradient_is_quantized_as_well() -> None:
     assert snr(dx, rounded(grad) @ values(w)) > 100
     (dx,) = torch.autograd.grad(F.linear(x[:60], w), x, grad[:60])
     assert snr(dx[:60], grad[:60] @ values(w)) > 100
+
+
+@pytest.mark.parametrize("block", [(1, -1), (-1, -1)], ids=str)
+def test_fast_products_say_so(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients too, not where one order of sums is asked for; compiled with the same bits, and pickled."""
+    asked: list[bool] = []
+    multiply = gemm.product
+
+    def watched(*args: Any, fast: bool = False) -> Tensor:
+        asked.append(fast)
+        return multiply(*args, fast=fast)
+
+    monkeypatch.setattr(gemm, "product", watched)
+    w = weight(block=block)
+    fast = nn.Parameter(FP8Weight(cast(FP8Weight, w.data).scaled, torch.float32, "fp8_fast"), requires_grad=False)
+    x = torch.randn(200, 384, requires_grad=True)
+    out = F.linear(x, fast)
+    assert asked == [True]
+    assert snr(out, rounded(x.detach(), (1, -1)) @ values(w).T) > 100
+    torch.autograd.grad(out, x, torch.randn(200, 320))
+    products = 1 + (block == (-1, -1))  # a scale for each output stays with the gradient's sums, in 16 bits
+    assert asked == [True] * products
+    F.linear(x[:60], fast)  # few rows stay in 16 bits
+    assert len(asked) == products
+    operands = x.detach(), *quantized(cast(FP8Weight, w.data).scaled.mT)
+    torch.ops.fp8fn.mm_a16w8(*operands, activations="fp8_fast", batch_invariant=True)
+    assert asked[products:] == [False]
+    assert pickle.loads(pickle.dumps(fast.data)).activations == "fp8_fast"
+    layer = nn.Linear(384, 320, bias=False)
+    layer.weight = fast
+    compiled = torch.compile(layer, backend="fp8fn", fullgraph=True)
+    with torch.no_grad():
+        assert same_bits(compiled(x), out)
+
+
+def test_fast_products_in_a_graph() -> None:
+    layer = nn.Linear(384, 320)
+    layer.weight = nn.Parameter(
+        FP8Weight(fp8fn.quantize(torch.randn(320, 384), (1, -1)), torch.float32, "fp8_fast"), requires_grad=False
+    )
+    for invariant in (False, True):
+        torch._dynamo.reset()
+        options = {"batch_invariant": True} if invariant else {}
+        with torch.no_grad(), graphs() as found:
+            torch.compile(layer, backend="fp8fn", options=options)(torch.randn(200, 384))
+        (node,) = (node for graph in found for node in graph.nodes if node.target is torch.ops.fp8fn.scaled_mm.default)
+        given = arguments_of(node)
+        assert (given["batch_invariant"], given["fast_accumulation"]) == (invariant, not invariant)
+
+
+def test_fast_products_need_scales_that_hold_for_all_of_k() -> None:
+    q = fp8fn.quantize(torch.randn(320, 384), (128, 128))
+    with pytest.raises(ValueError, match=r"FP8Weight: activations='fp8_fast', and the weight has a scale for each 128"):
+        FP8Weight(q, torch.float32, "fp8_fast")
+    model = nn.Sequential(nn.Linear(384, 320))
+    before = model[0].weight
+    with pytest.raises(ValueError, match=r"quantize_weights: activations='fp8_fast'"):
+        fp8fn.quantize_weights(model, activations="fp8_fast")
+    assert model[0].weight is before
+    with pytest.raises(ValueError, match=r"mm_a16w8: activations='fp8_fast'"):
+        torch.ops.fp8fn.mm_a16w8(torch.randn(200, 384), q.mT.data, q.mT.scale, (128, 128), activations="fp8_fast")
 
 
 def test_a_channel_scale_leaves_the_gradient_in_16_bits() -> None:
