@@ -94,6 +94,8 @@ class ManyRowsConfig:
 _SQUARE: Final = ManyRowsConfig(128, 1, 4, TURNS=True)
 # And what a row of each costs beside the first, which is as large as the registers allow.
 _LARGE: Final = ((ManyRowsConfig(160, TURNS=True), 1.0), (ManyRowsConfig(256, 1, TURNS=True), 1.01), (_SQUARE, 1.3))
+# Times in microseconds on an H200, by the rows and columns of a tile: of a K tile, and of all else that a tile takes.
+_TIMES: Final = {(320, 128): (1.71, 3.0), (256, 128): (1.39, 2.2), (128, 128): (0.93, 1.6), (128, 64): (0.62, 0.1)}
 _SMALLEST: Final = ManyRowsConfig(64, 1, 6, TURNS=True)
 FEW: Final = 32  # rows
 _SHORT: Final = 4  # k-blocks: as many as all are in flight
@@ -128,6 +130,16 @@ def choose_config(problem: WeightProblem) -> ManyRowsConfig:
     if tiles(m, n, batches, parts) <= cores:
         return parts
     return _SQUARE if m > 64 else _SMALLEST
+
+
+def estimate(problem: WeightProblem) -> float | None:
+    """The microseconds of the default configuration on an H200, if that was timed for many rows."""
+    config = choose_config(problem)
+    if (times := _TIMES.get((config.BM, config.BN))) is None:
+        return None
+    of_k_tile, beside = times
+    waves = -(-tiles(problem.m, problem.n, problem.batch, config) // problem.cores)
+    return waves * (-(-problem.k // BK) * of_k_tile + beside)
 
 
 def _choose_large(problem: WeightProblem, among: Sequence[tuple[ManyRowsConfig, float]]) -> ManyRowsConfig | None:

@@ -1,4 +1,4 @@
-"""9 to 768 rows by an FP8 weight on Hopper, in two launches: rows split into FP8 parts, and their products.
+"""9 rows or more by an FP8 weight on Hopper, in two launches: rows split into FP8 parts, and their products.
 
 Batch-invariant products by a large weight are computed here whatever the number of their rows, and groups of rows by
 experts from 16 rows a group on.
@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from fp8fn.ops.cuda.gemm import scaled_mm
+from fp8fn.ops.cuda.gemm import mm_a16w8, scaled_mm
 from fp8fn.ops.cuda.gemm.operands import (
     INPUTS,
     PARTS,
@@ -40,8 +40,9 @@ from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 _OCTET: Final = 8  # columns of a lane of `split_rows.cu`
 _THREADS: Final = 128
 _BOX_ROWS: Final = 8  # in memory, of which TMA loads a box has a multiple
-# Rows up to which this kernel was faster than the others on an H200.
-_MOST_ROWS: Final = {torch.bfloat16: 768, torch.float16: 64}
+# Rows up to which this kernel was faster than the others on an H200, and up to which it was where estimates say so.
+_MOST_ROWS: Final = {torch.bfloat16: 512, torch.float16: 64}
+_MOST_ESTIMATED: Final = 4096
 # Pairs of rows and elements: from so many rows on, it was faster by weights of so many elements or more.
 _FEWEST: Final = ((9, 40_000_000), (17, 3_500_000))
 _INVARIANT_SIZE: Final = _FEWEST[-1][1]
@@ -73,6 +74,7 @@ _LEAST_K: Final = 1024
 _MOST_SINGLE: Final = 256  # rows up to which tiles of one warpgroup were timed
 _MOST_IN_TWO_STAGES: Final = 160 << 10  # bytes
 _RATE: Final = 4e6  # elements of a weight in a microsecond, at most
+_SPLIT_RATE: Final = 0.83e6  # elements of many rows that are split in a microsecond
 _START: Final = 3.6  # microseconds
 _INVARIANT_ROWS: Final = tuple(1 << i for i in range(9))  # for which one division of K is chosen
 
@@ -121,7 +123,12 @@ def untuned(product: WeightProduct) -> str | None:
         return "out has dtype torch.float32, of more bits than the FP8 unit's sums"
     problem = _problem(product)
     if problem.m > (most := _MOST_ROWS[problem.x_dtype]):
-        return f"M={problem.m} rows of {problem.x_dtype} are more than {most}"
+        others = mm_a16w8.estimate(problem) if problem.x_dtype == torch.bfloat16 else None
+        if others is None or problem.m > _MOST_ESTIMATED:
+            return f"M={problem.m} rows of {problem.x_dtype} are more than {most}"
+        own = _microseconds(problem, choose_config(problem)) + problem.m * problem.k / _SPLIT_RATE
+        if own > others:
+            return f"the split rows take {own:.0f} µs, and tiles in 16 bits {others:.0f} µs, estimated"
     fewest = next((size for rows, size in reversed(_FEWEST) if problem.m >= rows), None)
     if fewest is None:
         return f"M={problem.m} is few rows"
