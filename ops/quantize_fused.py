@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred
-from fp8fn.ops.layout import Block, contracts_rows, empty_data, empty_scale
+from fp8fn.ops.layout import WHOLE, Block, contracts_rows, empty_data, empty_scale
 from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization, empty_dual
 from fp8fn.ops.quantize import (
     check_layout,
@@ -31,9 +31,10 @@ from fp8fn.ops.quantize import (
 
 if TYPE_CHECKING:
     from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
-    from fp8fn.ops.cuda.quantize import rms_norm
+    from fp8fn.ops.cuda.quantize import quantize_rows, rms_norm
 else:
     cuda_blocks, rms_norm = deferred("fp8fn.ops.cuda.quantize.quantize"), deferred("fp8fn.ops.cuda.quantize.rms_norm")
+    quantize_rows = deferred("fp8fn.ops.cuda.quantize.quantize_rows")
 
 _FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
 _DUAL_BLOCK: Final = "int[2]? dual_block=None"
@@ -244,6 +245,12 @@ def unserved_by_blocks(q: Quantization) -> str | None:
     return unserved(q) or cuda_blocks.accepts(q)
 
 
+def why_not_silu_mul(q: Quantization) -> str | None:
+    """None where a kernel on a GPU quantizes `silu(gate) * up`, else why none does."""
+    by_rows = q.block == (1, WHOLE) and q.offsets is None
+    return quantize_rows.accepts(q) if by_rows else cuda_blocks.accepts(q)
+
+
 def _reference(q: Quantization) -> Sequence[Tensor]:
     """Computed by plain PyTorch in float32, then quantized by the other op."""
     assert q.other is not None
@@ -257,9 +264,12 @@ QUANTIZE_SILU_MUL: Final = Dispatch(
     op="quantize_silu_mul",
     inputs=("gate", "up"),
     operands=_silu_mul_operands,
-    kernels=(Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),),
+    kernels=(
+        Kernel("cuda_whole_rows", quantize_rows.accepts, quantize_rows.configure, quantize_rows.plan),
+        Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),
+    ),
     reference=_reference,
-    unserved=unserved_by_blocks,
+    unserved=lambda q: unserved(q) or why_not_silu_mul(q),
 )
 
 QUANTIZE_RMS_NORM: Final = Dispatch(

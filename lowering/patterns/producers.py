@@ -45,6 +45,7 @@ from fp8fn.ops.cuda.quantize import quantize as fused
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization
+from fp8fn.ops.quantize_fused import why_not_silu_mul
 
 NAME: Final = "producers"
 _CAST: Final = torch.ops.prims.convert_element_type.default
@@ -75,7 +76,7 @@ class SiluMul:
         gate, up = (sized(node.meta["val"], quantizer.shape) for node in self.inputs)
         if gate is None or up is None:
             return "a size is not known"
-        return fused.accepts(_quantization(quantizer, target, x=gate, other=up, source=SILU_MUL))
+        return why_not_silu_mul(_quantization(quantizer, target, x=gate, other=up, source=SILU_MUL))
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
         operands = [like(graph, node, quantizer.x) for node in self.inputs]

@@ -379,6 +379,20 @@ def test_rows_are_inlined_if_asked_for() -> None:
 
 
 @on_gpus
+def test_whole_rows_of_silu_mul_have_a_kernel_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a norm have none."""
+    monkeypatch.setattr(targets, "target_of", lambda device: SM90)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    linear, norm = nn.Linear(N, WIDTH).bfloat16(), nn.RMSNorm(N).bfloat16()
+    with torch.no_grad(), triton_code(), post_grad_pass.recorded() as record:
+        fp8(lambda gate, up: linear(F.silu(gate) * up), recipe="rowwise")(random(M, N), random(M, N))
+        fp8(lambda x: linear(norm(x)), recipe="rowwise")(random(M, N))
+    (silu_mul,) = (found for found in record if found.reason is None)
+    assert "fp8fn.quantize_silu_mul" in silu_mul.made
+    assert any("no kernel for it" in str(found.reason) for found in record)
+
+
+@on_gpus
 @pytest.mark.parametrize(("target", "made"), [(SM90, "fp8fn.quantize_silu_mul"), (SM89, "inlined"), (GFX942, "")])
 def test_what_a_device_has(target: Target, made: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "target_of", lambda device: target)

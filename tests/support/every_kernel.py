@@ -633,6 +633,13 @@ def _whole_rows(place: Place, target: Target) -> Forms:
     for shape, dtype in (((2, 33, 1030), FP32), ((9, 8192), BF16)):
         operands, q = _whole(place, shape, dtype, (1, -1), target)
         yield Form(f"{shape}", quantize_rows.plan(q, quantize_rows.configure(q)), operands)
+    for shape, dtype in (((2, 33, 1030), FP32), ((9, 4096), BF16), ((3, 14336), BF16), ((70, 2056), FP16)):
+        operands = Operands(place)
+        gate, up = (operands.input(name, shape, dtype) for name in ("x", "other"))
+        q = quantization(gate, (1, -1), target=target, other=up, source=SILU_MUL)
+        q = kernel_info.with_outputs(operands, q)
+        operands.expected = partial(_quantized, q)
+        yield Form(f"silu_mul {shape}", quantize_rows.plan(q, quantize_rows.configure(q)), operands)
 
 
 def _turn(place: Place, target: Target) -> Forms:
@@ -857,7 +864,10 @@ CUDA: Final = (
         emulated=("(1, 128)", "dual", "given", "silu_mul", "rms_norm", "grouped PLAIN", "grouped SILU_MUL_GRAD"),
     ),
     KernelInfo("amax.cu", _amax, nan=("x",), far=(("x", -2),)),
-    KernelInfo("quantize_rows.cu", _whole_rows, nan=("x",), far=(("x", -2),)),
+    KernelInfo(
+        "quantize_rows.cu", _whole_rows, emulated=("(2", "(9", "silu_mul (2", "silu_mul (70"), nan=("x", "other"),
+        far=(("x", -2), ("other", -2)),
+    ),
     KernelInfo("quantize_columns.cu", _quantize_columns, emulated=("Columns", "grouped"), nan=("x",), far=(("x", -2),)),
     KernelInfo(
         "stream_columns.cu", _stream_columns, overlaps=True, early=frozenset({"x", "data", "scale", "offsets"}),

@@ -1,18 +1,19 @@
-// Quantizes whole rows: x (B, M, N), row-major, to FP8 with one scale for each row, in one read and one launch.
+// Quantizes whole rows: x (B, M, N), row-major, or silu(x) * other, to FP8 with one scale for each row, in one read and
+// one launch.
 //
 // Decomposition. ROW_WARPS warps of a block have a row. A thread holds OCTETS octets of 8 columns of the row, 32 *
-// ROW_WARPS octets apart.
+// ROW_WARPS octets apart, or their products in float32.
 //
-// Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; WARPS, ROW_WARPS, OCTETS; LOAD, of the enum of
-// instructions.cuh; EVEN, the threads' octets fill the row and the blocks' rows fill the matrix; PARTIAL, N is not a
-// multiple of 8; ALIGNED, x loads by 16 bytes.
+// Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; SOURCE, PLAIN or SILU_MUL of the enum Source;
+// WARPS, ROW_WARPS, OCTETS; LOAD, of the enum of instructions.cuh; EVEN, the threads' octets fill the row and the
+// blocks' rows fill the matrix; PARTIAL, N is not a multiple of 8; ALIGNED, x and other load by 16 bytes.
 #include "fp8_block.cuh"
 #define ROWS OCTETS
-#define SOURCE Source::PLAIN
 #include "values.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int BLOCK_ROWS = WARPS / ROW_WARPS;
+constexpr bool OF_TWO = SOURCE == Source::SILU_MUL;
 static_assert(WARPS % ROW_WARPS == 0, "warps of a block share no row with those of another");
 
 using Scale = BlockScale<FORMAT>;
@@ -34,7 +35,8 @@ INLINE uint32_t amax_of(const Octet (&octets)[OCTETS]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    quantize_rows(const void* x, uint8_t* data, Stored* scale, int M, int N, int x_m, int data_m, int scale_lead) {
+    quantize_rows(const void* x, const void* other, uint8_t* data, Stored* scale, int M, int N, int x_m, int other_m,
+                  int data_m, int scale_lead) {
     __shared__ uint32_t warp_amax[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.x * BLOCK_ROWS + warp / ROW_WARPS, first = 8 * (threadIdx.x % (32 * ROW_WARPS));
@@ -50,7 +52,35 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         load_octets<LOAD>(octet, x, first_row, row, first + i * APART, M, N, x_m);
         octets[i] = octet[0];
     }
-    uint32_t amax = __reduce_max_sync(~0u, amax_of(octets));
+    [[maybe_unused]] FloatValues products;
+    if constexpr (OF_TWO) {
+        Octet others[OCTETS];
+#pragma unroll
+        for (int i = 0; i < OCTETS; ++i) {
+            Octet octet[1];
+            load_octets<LOAD>(octet, other, first_row, row, first + i * APART, M, N, other_m);
+            others[i] = octet[0];
+        }
+#pragma unroll
+        for (int i = 0; i < OCTETS; ++i) {
+#pragma unroll
+            for (int c = 0; c < 8; ++c) products.row[i][c] = silu(octets[i].at(c)) * others[i].at(c);
+        }
+    }
+    const auto value = [&](int i, int c) {
+        if constexpr (OF_TWO) {
+            return products.at(i, c);
+        } else {
+            return octets[i].at(c);
+        }
+    };
+    uint32_t amax;
+    if constexpr (OF_TWO) {
+        amax = products.amax();
+    } else {
+        amax = amax_of(octets);
+    }
+    amax = __reduce_max_sync(~0u, amax);
     if constexpr (ROW_WARPS > 1) {
         if (lane == 0) warp_amax[warp] = amax;
         __syncthreads();
@@ -64,12 +94,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     uint8_t* to = data + (first_row + row) * data_m + first;
 #pragma unroll
     for (int i = 0; i < OCTETS; ++i) {
-        octets[i].pack_again();
+        if constexpr (!OF_TWO) octets[i].pack_again();
         uint32_t words[2];
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
-            words[w] = pack<FP8>(octets[i].at(4 * w) * found.inverse, octets[i].at(4 * w + 1) * found.inverse,
-                                 octets[i].at(4 * w + 2) * found.inverse, octets[i].at(4 * w + 3) * found.inverse);
+            words[w] = pack<FP8>(value(i, 4 * w) * found.inverse, value(i, 4 * w + 1) * found.inverse,
+                                 value(i, 4 * w + 2) * found.inverse, value(i, 4 * w + 3) * found.inverse);
         }
         const int left = N - first - i * APART;  // columns left in the row
         if (EVEN || (there && left >= 8)) {
