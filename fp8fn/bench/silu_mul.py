@@ -1,6 +1,7 @@
-"""Quantizers around `silu(gate) * up` in training: `bench quant --suite silu_mul`.
+"""Quantizers around `silu(gate) * up`: `bench quant --suite silu_mul`.
 
-`forward` and `backward` keep gate and up in FP8. `backward bf16` reads gate and up in bf16, as the default mode does.
+In training `forward` and `backward` keep gate and up in FP8. `backward bf16` reads gate and up in bf16, as the default
+mode does. `whole rows` is what a model computes whose FP8 weights have one scale for each output.
 
 Each direction is measured as one launch and as the launches that it merges. In the backward these are a kernel that
 Inductor generates (PyTorch's own operations on a CPU), two quantizers of a gradient and one of the product. TB/s count
@@ -21,10 +22,10 @@ from fp8fn.bench.accuracy import snr_db
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
 from fp8fn.ops import reference
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.timing import Call
 
-ROW, COLUMN = (1, 128), (128, 1)
+ROW, COLUMN, WHOLE_ROW = (1, 128), (128, 1), (1, WHOLE)
 _ops: Final = torch.ops.fp8fn
 
 
@@ -41,17 +42,21 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     values = 11.0 * m * n + 5 * scales  # reads 3 in bf16, writes 5 in FP8
     given = (gate, None, up, None)
 
+    def product() -> dict[str, Tensor]:
+        return {"product": F.silu(gate.float()) * up.float()}
+
     def saved() -> dict[str, Tensor]:
-        return {"product": F.silu(gate.float()) * up.float(), "gate": gate, "up": up}
+        return {**product(), "gate": gate, "up": up}
 
     def gradients(inputs: Sequence[Any]) -> dict[str, Tensor]:
         names = ("grad_gate", "grad_gate_columns", "grad_up", "grad_up_columns", "product")
         of_gate, of_up, wide_gate, wide_up = dequantized_gradients(grad, *inputs)
-        product = F.silu(wide_gate.float()) * wide_up.float()
-        return dict(zip(names, (of_gate, of_gate, of_up, of_up, product), strict=True))
+        made = F.silu(wide_gate.float()) * wide_up.float()
+        return dict(zip(names, (of_gate, of_gate, of_up, of_up, made), strict=True))
 
     return [
         _case("forward", lambda: lambda: _ops.quantize_silu_mul_saved(gate, up), saved, forward),
+        _case("whole rows", lambda: lambda: _ops.quantize_silu_mul(gate, up, WHOLE_ROW), product, 5.0 * m * n + 4 * m),
         _case("forward, 3 launches", lambda: lambda: forward_apart(gate, up), saved, forward),
         _case(
             "backward", lambda: lambda: _ops.quantize_silu_mul_backward(grad, *kept), partial(gradients, kept), backward
@@ -79,6 +84,8 @@ def _case(name: str, build: Callable[[], Call], exact: Callable[[], Mapping[str,
 
 
 def _block(of: str, name: str) -> Block:
+    if name == "whole rows":
+        return WHOLE_ROW
     by_column = of.endswith("columns") or (of == "product" and name.startswith("backward"))
     return COLUMN if by_column else ROW
 

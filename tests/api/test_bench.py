@@ -513,7 +513,7 @@ RUNS = [
     (("linear", "--shape", "128,256,128"), 6, "products", {"out", "dA", "dB"}),
     (("linear", "--suite", "llm84", "--shape", "128,128,256"), 6, "llm84", {"out"}),
     (("quant", "--shape", "128,256"), 15, "quant", {"(1, 128)"}),
-    (("quant", "--suite", "silu_mul", "--shape", "128,256"), 7, "quant", {"product", "gate", "up"}),
+    (("quant", "--suite", "silu_mul", "--shape", "128,256"), 8, "quant", {"product", "gate", "up"}),
 ]
 
 
