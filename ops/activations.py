@@ -32,14 +32,20 @@ ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {
 
 
 def check_activations(op: str, value: object, block: Block | None = None) -> None:
-    """ValueError where `value` is none, or does not fit a weight `(K, N)` with scales of `block`."""
+    """ValueError where `value` is none, or does not fit a weight with scales of `block`.
+
+    Products sum over one axis of the weight, and their gradients over the other.
+    """
     if value not in ACTIVATIONS:
         raise ValueError(f"{op}: activations={value!r} is no way to read activations; use one of {ACTIVATIONS}")
-    if value == FAST and block is not None and block[0] not in (1, WHOLE):
-        raise ValueError(
-            f"{op}: activations={FAST!r}, and the weight has a scale for each {block[0]} elements along K, whose sums "
-            "are promoted; use activations='fp8', or a weight with one scale for each output or in all"
-        )
+    if value != FAST or block is None:
+        return
+    for size in block:
+        if size not in (1, WHOLE):
+            raise ValueError(
+                f"{op}: activations={FAST!r}, and the weight has a scale for each {size} elements of an axis, over "
+                "which sums are promoted; use activations='fp8', or a weight with one scale for each output or in all"
+            )
 
 
 def why_16_bits(x: Tensor, w: Quantized, batch_invariant: bool = False, groups: int = 1) -> str | None:

@@ -20,7 +20,7 @@ from fp8fn.meta.untraced import untraced
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.kinds import kind_of
-from fp8fn.ops.layout import WHOLE, swap
+from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.sharded import local_of
 from fp8fn.ops.torch_private.core import no_torch_function, pytree
 from fp8fn.scaled_tensor import ScaledTensor
@@ -100,7 +100,7 @@ class FP8Weight(Tensor):
 
     Raises:
         TypeError: `scaled` is not a `ScaledTensor`, or `dtype` is not bfloat16, float16 or float32.
-        ValueError: `activations` is none of the three, or is "fp8_fast" and the weight's scales change along K.
+        ValueError: `activations` is none of the three, or is "fp8_fast" and the weight has other scales.
 
     Example:
         >>> layer = torch.nn.Linear(256, 512, bias=False)
@@ -128,7 +128,7 @@ class FP8Weight(Tensor):
             remedy = "use fp8fn.quantize(weight, (128, 128)), or ScaledTensor(data, scale, block)"
             raise TypeError(f"FP8Weight: scaled is {kind_of(scaled)}; {remedy}")
         check_dtype("FP8Weight", dtype)
-        check_activations("FP8Weight", activations, swap(scaled.block))
+        check_activations("FP8Weight", activations, scaled.block)
         form = Form(block_by_dimension(scaled.ndim, scaled.block), dtype, activations=activations)
         return weight_of(scaled.data, scaled.scale, form)
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -95,7 +96,8 @@ def load_weights(
 
     Raises:
         RuntimeError: Names, shapes or types do not fit.
-        ValueError: A file is damaged, or its tensors do not fit one parameter; or `activations` does not exist.
+        ValueError: A file is damaged, or its tensors do not fit one parameter; or `activations` does not exist
+            or does not fit a weight's scales.
         NotImplementedError: A sharded parameter has values, or is in FP8 and FSDP divides it unevenly; or a buffer on
             the meta device is missing.
 
@@ -131,6 +133,9 @@ def load_weights(
         errors = [*_named("Missing", missing), *_named("Unexpected", unexpected), *errors]
     if errors:
         raise RuntimeError("\n\t".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *errors]))
+    for name in chain.from_iterable(given.values()):  # before the data is read
+        if (layout := tensors[name].layout) is not None:
+            check_activations(f"load_weights: {name}", activations, layout.block)
     _check_ties(slots, tensors)
     rebuilt = rebuilt_buffers(model, device)
     types = _types(model, slots, dtype)

@@ -15,7 +15,7 @@ from fp8fn.arguments import checked
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat, short_name
 from fp8fn.ops.kinds import kind_of
-from fp8fn.ops.layout import Block, swap
+from fp8fn.ops.layout import Block
 from fp8fn.quantization import quantize
 from fp8fn.site import (
     LEAST_K,
@@ -119,7 +119,7 @@ def quantize_weights(
         torch.Size([4, 256])
     """
     arguments.block("quantize_weights", "block", block)  # also where no weight is quantized
-    check_activations("quantize_weights", activations, swap(block))
+    check_activations("quantize_weights", activations, block)
     places, chosen, kept = choose("quantize_weights", model, where, _why_not)
     for weight, names in chosen.items():
         if not bool(weight.isfinite().all()):

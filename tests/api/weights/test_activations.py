@@ -111,17 +111,38 @@ def test_fast_products_in_a_graph() -> None:
         assert (given["batch_invariant"], given["fast_accumulation"]) == (invariant, not invariant)
 
 
-def test_fast_products_need_scales_that_hold_for_all_of_k() -> None:
-    q = fp8fn.quantize(torch.randn(320, 384), (128, 128))
-    with pytest.raises(ValueError, match=r"FP8Weight: activations='fp8_fast', and the weight has a scale for each 128"):
+@pytest.mark.parametrize("block", [(128, 128), (1, 128), (128, 1), (32, 1)], ids=str)
+def test_fast_products_and_gradients_need_scales_that_hold_for_whole_sums(block: Block) -> None:
+    q = fp8fn.quantize(torch.randn(320, 384), block, scale="e8m0" if 32 in block else "fp32")
+    reason = rf"activations='fp8_fast', and the weight has a scale for each {max(block)}"
+    with pytest.raises(ValueError, match=f"FP8Weight: {reason}"):
         FP8Weight(q, torch.float32, "fp8_fast")
+    with pytest.raises(ValueError, match=f"mm_a16w8: {reason}"):
+        torch.ops.fp8fn.mm_a16w8(torch.randn(200, 384), q.mT.data, q.mT.scale, q.mT.block, activations="fp8_fast")
+
+
+def test_models_of_other_scales_are_not_fast(tmp_path: object) -> None:
+    """Nothing of the model has changed when that is found."""
     model = nn.Sequential(nn.Linear(384, 320))
     before = model[0].weight
     with pytest.raises(ValueError, match=r"quantize_weights: activations='fp8_fast'"):
         fp8fn.quantize_weights(model, activations="fp8_fast")
     assert model[0].weight is before
-    with pytest.raises(ValueError, match=r"mm_a16w8: activations='fp8_fast'"):
-        torch.ops.fp8fn.mm_a16w8(torch.randn(200, 384), q.mT.data, q.mT.scale, (128, 128), activations="fp8_fast")
+    saved = nn.Sequential(nn.Linear(384, 320))
+    fp8fn.quantize_weights(saved)
+    fp8fn.save_weights(saved, str(tmp_path))
+    with pytest.raises(ValueError, match=r"load_weights: 0\.weight: activations='fp8_fast'"):
+        fp8fn.load_weights(model, str(tmp_path), activations="fp8_fast")
+    assert model[0].weight is before
+
+
+@pytest.mark.parametrize("block", [(1, -1), (-1, -1)], ids=str)
+def test_models_are_loaded_fast(block: Block, tmp_path: object) -> None:
+    saved, model = nn.Sequential(nn.Linear(384, 320)), nn.Sequential(nn.Linear(384, 320))
+    fp8fn.quantize_weights(saved, block=block)
+    fp8fn.save_weights(saved, str(tmp_path), format="compressed-tensors")
+    fp8fn.load_weights(model, str(tmp_path), activations="fp8_fast")
+    assert model[0].weight.activations == "fp8_fast"
 
 
 def test_a_channel_scale_leaves_the_gradient_in_16_bits() -> None:
