@@ -472,6 +472,7 @@ def mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
         Sample("mx", (x(24, 96), *_operand(x(96, 40), (32, 1), **mx)), {}),
         Sample("mx_dgrad", (x(24, 40), *_operand(x(40, 96), (1, 32), **mx)), {}),
         Sample("quantized", (x(2, 130, 160), *_operand(x(96, 160).mT, square), x(96)), {"activations": "fp8"}),
+        Sample("plain_fast", (x(300, 160), *_operand(x(96, 160).mT, (-1, 1)), x(96)), {"activations": "fp8_fast"}),
         Sample("invariant", (x(33, 96), *_operand(x(40, 96).mT, square), x(40)), {"batch_invariant": True}),
         Sample("empty", (x(16, 0), *_operand(x(0, 16), square), x(16)), {}),
     ]
@@ -524,6 +525,11 @@ def grouped_mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[
             "quantized",
             (x(400, 160), *_operand(x(3, 96, 160).mT, square), _ends(40, 40, 390, device=device), x(3, 96)),
             {"activations": "fp8"},
+        ),
+        Sample(
+            "plain_fast",
+            (x(400, 160), *_operand(x(3, 96, 160).mT, (-1, 1)), _ends(40, 40, 390, device=device), x(3, 96)),
+            {"activations": "fp8_fast"},
         ),
         Sample("empty", (x(0, 40), *_operand(x(3, 40, 16), square), few, x(3, 16)), {}),
         Sample("empty_k", (x(16, 0), *_operand(x(3, 0, 16), square), few), {}),
