@@ -224,7 +224,7 @@ def test_the_check_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ("m", "n", "k"),
     [
         (17, 4096, 4096), (64, 1024, 4096), (512, 8192, 8192), (768, 4096, 14336), (9, 14336, 4096), (1024, 6144, 4096),
-        (1280, 2048, 8192), (1536, 3584, 18944), (3072, 2048, 8192),
+        (1280, 2048, 8192), (1536, 3584, 18944), (3072, 2048, 8192), (640, 8196, 8192),  # N is no multiple of 8
     ],
 )  # fmt: skip
 def test_the_op_takes_it(m: int, n: int, k: int) -> None:
