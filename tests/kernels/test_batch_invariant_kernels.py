@@ -64,6 +64,15 @@ def test_rows_decide_about_the_tile_and_not_about_k_on_hopper(block: Block) -> N
         assert choices[0].config.BM == 64 < choices[-1].config.BM
 
 
+@pytest.mark.parametrize("cores", [1, 2, 3, 16])
+def test_few_multiprocessors_share_k_among_as_many_blocks_on_hopper(cores: int) -> None:
+    """As MPS leaves them to a process: a cluster of more blocks could not start."""
+    for m in SIZES:
+        for n, k in ((1024, 8192), (8, 1 << 20)):
+            config = parts_a16w8.configure_invariant(WeightProblem(m, n, k, cores=cores).product())
+            assert cores >= config.SPLIT
+
+
 @pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
 def test_rows_of_16_bits_divide_k_alike_on_hopper(block: Block) -> None:
     """Where K is in one part, `cuda_many` promotes in the same order."""

@@ -198,7 +198,7 @@ def _one_split(problem: WeightProblem) -> int:
         problems = [problem._replace(m=m) for m in _INVARIANT_ROWS]
         return fsum(log(_microseconds(each, _fastest(each, split))) for each in problems)
 
-    return min((split for split in _EXCHANGE if _alike(problem, split)), key=time)
+    return min((split for split in _EXCHANGE if split <= problem.cores and _alike(problem, split)), key=time)
 
 
 def _fastest(problem: WeightProblem, split: int) -> ScaledMmConfig:
@@ -263,8 +263,8 @@ def _tiles(problem: WeightProblem, tile: ScaledMmConfig) -> int:
 def _microseconds(problem: WeightProblem, config: ScaledMmConfig) -> float:
     """An estimate: the waves of blocks, or the weight's way from memory, whichever takes longer."""
     of_k_tile, beside = TILES[replace(config, SPLIT=1)]
-    places = problem.cores * (_CLUSTERED if config.SPLIT > 2 else 1.0)
-    waves = -(-_tiles(problem, config) * config.SPLIT // int(places))
+    places = max(int(problem.cores * (_CLUSTERED if config.SPLIT > 2 else 1.0)), 1)
+    waves = -(-_tiles(problem, config) * config.SPLIT // places)
     steps = -(-problem.k // (BK * config.SPLIT))
     multiplied = waves * (steps * of_k_tile + beside + _EXCHANGE[config.SPLIT] * config.BN / 64)
     # Among configurations that all wait for the weight, the one that multiplies fastest costs the least.
