@@ -64,6 +64,23 @@ def test_rows_decide_about_the_tile_and_not_about_k_on_hopper(block: Block) -> N
         assert choices[0].config.BM == 64 < choices[-1].config.BM
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "out"),
+    [
+        (8192, 1008, torch.bfloat16, torch.bfloat16),
+        (3408, 1024, torch.bfloat16, torch.bfloat16),
+        (4096, 4096, torch.float16, torch.float16),
+        (4096, 4096, torch.bfloat16, torch.float32),
+    ],
+)
+def test_products_whose_rows_are_not_split_on_hopper(n: int, k: int, dtype: torch.dtype, out: torch.dtype) -> None:
+    """The type and the weight decide, also for a number of rows whose own fastest kernel splits them."""
+    for m in (1, 64, 4096):
+        product = WeightProblem(m, n, k, x_dtype=dtype).product()
+        product = replace(product, out=torch.empty(m, n, dtype=out, device="meta"))
+        assert mm_a16w8.MM_A16W8_INVARIANT.choose(product).name in ("cuda_splitk", "cuda_many")
+
+
 @pytest.mark.parametrize("cores", [1, 2, 3, 16])
 def test_few_multiprocessors_share_k_among_as_many_blocks_on_hopper(cores: int) -> None:
     """As MPS leaves them to a process: a cluster of more blocks could not start."""
@@ -258,8 +275,10 @@ def test_a_row_has_the_same_bits_in_cuda(n: int, k: int, cluster: int, block: Bl
 
 
 @needs_compiler
-@pytest.mark.parametrize("block", [(128, 128), (128, 1), (-1, 1)], ids=str)
-@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize(
+    ("split", "block"),
+    [(split, block) for split in (1, 2) for block in ((128, 128), (128, 1), (-1, 1))] + [(4, (128, 128))],
+)
 def test_a_row_that_was_split_has_the_same_bits_in_cuda(split: int, block: Block) -> None:
     """In every tile that divides K alike, of all rows and of a few."""
     x, w, bias = torch.randn(270, 1032).bfloat16(), operand(1032, 136, block), torch.randn(136)

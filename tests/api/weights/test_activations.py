@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn import FP8Weight
 from fp8fn.lowering.graph.nodes import arguments_of
-from fp8fn.ops import gemm
+from fp8fn.ops import activations, gemm
 from fp8fn.ops.activations import why_16_bits
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.call_cache import Program
 from fp8fn.ops.formats import ScaleFormat
 from fp8fn.ops.layout import Block
+from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.rates import NAMED
@@ -109,6 +110,22 @@ def test_fast_products_in_a_graph() -> None:
         (node,) = (node for graph in found for node in graph.nodes if node.target is torch.ops.fp8fn.scaled_mm.default)
         given = arguments_of(node)
         assert (given["batch_invariant"], given["fast_accumulation"]) == (invariant, not invariant)
+
+
+def test_the_kernel_asks_for_fast_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches that are kept for one way of summing don't serve the other."""
+    keys: list[Hashable] = []
+    chained = call_cache.chained
+    monkeypatch.setattr(activations, "chained", lambda key, *rest: keys.append(key) or chained(key, *rest))
+    asked: list[bool] = []
+    multiply = gemm.product
+    monkeypatch.setattr(gemm, "product", lambda *args, fast=False: asked.append(fast) or multiply(*args, fast=fast))
+    operands = torch.randn(200, 384), *quantized(fp8fn.quantize(torch.randn(320, 384), (1, -1)).mT)
+    for way in ("fp8", "fp8_fast"):
+        mm_a16w8_kernel(*operands, activations=way)  # type: ignore[arg-type]
+        mm_a16w8_kernel(*operands, activations=way, batch_invariant=True)  # type: ignore[arg-type]
+    assert asked == [False, False, True, False]
+    assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize("block", [(128, 128), (1, 128), (128, 1), (32, 1)], ids=str)

@@ -113,11 +113,38 @@ def test_the_rows_of_a_group_decide(m: int, count: int, n: int, k: int, name: st
     assert choice.name == name, choice.describe()
 
 
+@pytest.mark.parametrize(("m", "rows"), [(1, 64), (8 * 128, 64), (8 * 128 + 1, 128), (1 << 17, 128)])
+def test_the_tile_of_groups(m: int, rows: int) -> None:
+    """By the mean, rounded up: one row is the mean of the one group that has it."""
+    given = experts(m, 8, 4096, 4096)
+    assert rows == configure_groups(given).BM
+    assert configure_groups(given) in parts_a16w8.TILES
+
+
+def test_offsets_are_read_before_the_rows_are_split() -> None:
+    """All launches before the split have ended when it lets the next begin."""
+    given = experts(4096, 8, 4096, 4096)
+    split, multiply = parts_a16w8.plan(given, configure_groups(given))
+    assert (split.overlaps, split.late, split.constant) == (True, True, ())
+    assert (multiply.overlaps, multiply.constant) == (True, ("b", "b_scale", "offsets"))
+    assert multiply.args["offsets"] is given.offsets
+    assert "offsets" not in multiply.binds
+
+
+@needs_compiler
+def test_offsets_that_decrease_or_exceed_the_rows_cause_no_access_out_of_bounds() -> None:
+    x, w = torch.randn(70, 136).bfloat16(), operand(136, 40, (128, 128), batch=(4,))
+    found = emulated(x, w, torch.tensor([50, 20, 400, -3], dtype=torch.int32))
+    assert_each_is_right(found, x, w, torch.tensor([50, 50, 70, 70], dtype=torch.int32))
+
+
 def test_what_it_refuses() -> None:
     good = experts(4096, 8, 4096, 4096)
     assert accepts(good) is None
     assert untuned_groups(good) is None
     assert "bfloat16 alone" in str(untuned_groups(experts(4096, 8, 4096, 4096, FP16)))
+    wide = WeightProduct(**{**vars(good), "out": good.out.float()})
+    assert "bfloat16 alone" in str(untuned_groups(wide))
     for given, reason in (
         (experts(64, 8, 4096, 4100), "multiple of 8"),
         (experts(64, 8, 4096, 4096, FP32), "16 bits"),
