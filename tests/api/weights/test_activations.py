@@ -136,6 +136,10 @@ def test_fast_products_and_gradients_need_scales_that_hold_for_whole_sums(block:
         FP8Weight(q, torch.float32, "fp8_fast")
     with pytest.raises(ValueError, match=f"mm_a16w8: {reason}"):
         torch.ops.fp8fn.mm_a16w8(torch.randn(200, 384), q.mT.data, q.mT.scale, q.mT.block, activations="fp8_fast")
+    data, scale, block = q.mT.data[None], q.mT.scale[None], q.mT.block
+    with pytest.raises(ValueError, match=f"grouped_mm_a16w8: {reason}"):
+        ends = torch.tensor([200], dtype=torch.int32)
+        torch.ops.fp8fn.grouped_mm_a16w8(torch.randn(200, 384), data, scale, block, ends, activations="fp8_fast")
 
 
 def test_models_of_other_scales_are_not_fast(tmp_path: object) -> None:
@@ -206,6 +210,14 @@ def test_many_rows_of_groups_are_quantized_and_few_are_not(
         x, ends = torch.randn(m, 384), torch.tensor([250, 250, m - 5], dtype=torch.int32)
         seen = x if few else fp8fn.quantize(x, rows, scale=scale).dequantize(torch.float32)
         assert snr(GROUPED[name](x, w, ends), by_groups(seen, values(w).mT, ends)) > 100
+
+
+@pytest.mark.parametrize("block", [(1, -1), (-1, -1)], ids=str)
+def test_many_rows_of_groups_are_quantized_for_fast_weights_too(block: Block) -> None:
+    w = experts(block)
+    fast, x, ends = FP8Weight(w.scaled, torch.float32, "fp8_fast"), torch.randn(600, 384), torch.tensor([250, 250, 595])
+    found = torch._grouped_mm(x, fast.mT, ends.int())
+    assert snr(found, by_groups(rounded(x, (1, -1)), values(w).mT, ends)) > 100
 
 
 def test_the_gradient_of_groups_is_quantized_as_well() -> None:
