@@ -137,8 +137,8 @@ def test_fast_products_and_gradients_need_scales_that_hold_for_whole_sums(block:
     with pytest.raises(ValueError, match=f"mm_a16w8: {reason}"):
         torch.ops.fp8fn.mm_a16w8(torch.randn(200, 384), q.mT.data, q.mT.scale, q.mT.block, activations="fp8_fast")
     data, scale, block = q.mT.data[None], q.mT.scale[None], q.mT.block
+    ends = torch.tensor([200], dtype=torch.int32)
     with pytest.raises(ValueError, match=f"grouped_mm_a16w8: {reason}"):
-        ends = torch.tensor([200], dtype=torch.int32)
         torch.ops.fp8fn.grouped_mm_a16w8(torch.randn(200, 384), data, scale, block, ends, activations="fp8_fast")
 
 
