@@ -109,7 +109,8 @@ def quantize_weights(
 
     Raises:
         TypeError: `model` is no module, or `where`, `dtype` or `scale` has a wrong type.
-        ValueError: A weight holds NaN or Inf, the block or `activations` does not exist, or `where` matches no weight.
+        ValueError: A weight holds NaN or Inf, the block or `activations` does not exist, `activations` does not fit the
+            block, or `where` matches no weight.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))

@@ -1,7 +1,7 @@
 """9 rows or more by an FP8 weight on Hopper, in two launches: rows split into FP8 parts, and their products.
 
-Batch-invariant products by a large weight are computed here whatever the number of their rows, and groups of rows by
-experts from 16 rows a group on.
+Batch-invariant products by a large weight are computed here whatever the number of their rows. So are groups of rows by
+experts, of 16 rows or more in the mean, and of fewer where K is large and the weights are few.
 
 A bfloat16 has 8 significant bits and an e4m3 value 4: two of these add up to it (`split_rows.cu`). The tensor core
 multiplies both by the weight as it lies in memory (`scaled_mm.cu`), whereas `mm_a16w8.cu` and `splitk_a16w8.cu` widen
