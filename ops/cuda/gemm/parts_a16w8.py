@@ -28,7 +28,7 @@ from fp8fn.ops.cuda.gemm.operands import (
     strides_of_scales,
 )
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
-from fp8fn.ops.cuda.limits import LARGEST
+from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import round_up
@@ -89,8 +89,8 @@ def accepts(product: WeightProduct) -> str | None:
         return f"x has dtype {x.dtype}, not 16 bits"
     if x.dim() == 3 or (w.dim() == 3 and product.offsets is None):
         return "it is a batch"
-    if product.k % _OCTET:
-        return f"K={product.k} is no multiple of {_OCTET}"
+    if product.k % _OCTET or product.k > MOST_BLOCKS * _THREADS * _OCTET:
+        return f"K={product.k} is no multiple of {_OCTET}, or past the blocks of a grid"
     if max(x.stride(-2), product.m + 256) > LARGEST:
         return f"x has {product.m} rows, {x.stride(-2)} apart"
     if not is_k_contiguous(w):

@@ -202,6 +202,7 @@ def test_what_it_refuses() -> None:
         (with_parts(good, bias=torch.empty(2 * good.n, dtype=BF16, device="meta")[::2]), "bias"),
         (with_parts(good, target=SM100), "sm100"),
         (operands((1 << 31) - 1024), "rows"),
+        (operands(64, 8, k=1 << 26), "past the blocks"),  # 1024 elements a block
         (with_parts(good, x=torch.empty(64, 1 << 31, dtype=BF16, device="meta")[:, :6144]), "apart"),
         (operands(64, k=6152), "w.mT has a stride of 6152 bytes"),
     ):
