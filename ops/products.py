@@ -81,7 +81,10 @@ class ScaledProduct(_Product):
     chip: Chip | None = None
     """The chip whose tables are read; by default that of the tensors' device."""
     parts: int = 1
-    """The matrices in `a (parts, M, K)` whose sum is multiplied: 16-bit rows that the launch before has split."""
+    """The matrices in `a (parts, M, K)` whose sum is multiplied: 16-bit rows that the launch before has split.
+
+    They and their scales may have more rows than M, which are not multiplied.
+    """
     beside: tuple[Beside, ...] = ()
     """With `parts`: the products of `a` by further matrices, whose scales and biases lie as those of `b`."""
 

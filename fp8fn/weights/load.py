@@ -89,15 +89,14 @@ def load_weights(
         dtype: Type of the floating-point tensors, and that FP8 weights stand for; by default the module's, or
             float32 where `from_pretrained` keeps that.
         strict: Whether a name that is missing, or one that the module does not have, is an error.
-        activations: "fp8" and "fp8_fast" also quantize the activations of products with many rows; see `FP8Weight`.
+        activations: Whether products of many rows quantize their activations, as of `FP8Weight`.
 
     Returns:
         Missing and unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.
 
     Raises:
         RuntimeError: Names, shapes or types do not fit.
-        ValueError: A file is damaged, or its tensors do not fit one parameter; or `activations` does not exist
-            or does not fit a weight's scales.
+        ValueError: A file is damaged, or its tensors do not fit one parameter, or `activations` a weight's scales.
         NotImplementedError: A sharded parameter has values, or is in FP8 and FSDP divides it unevenly; or a buffer on
             the meta device is missing.
 

@@ -43,6 +43,7 @@ _BOX_ROWS: Final = 8  # in memory, of which TMA loads a box has a multiple
 # Rows up to which this kernel was faster than the others on an H200, and up to which it was where estimates say so.
 _MOST_ROWS: Final = {torch.bfloat16: 512, torch.float16: 64}
 _MOST_ESTIMATED: Final = 4096
+_MOST_BESIDE_TRITON: Final = 768  # where N is no multiple of 8: there are no tiles of 16 bits
 # Pairs of rows and elements: from so many rows on, it was faster by weights of so many elements or more.
 _FEWEST: Final = ((9, 40_000_000), (17, 3_500_000))
 _INVARIANT_SIZE: Final = _FEWEST[-1][1]
@@ -124,11 +125,11 @@ def untuned(product: WeightProduct) -> str | None:
     problem = _problem(product)
     if problem.m > (most := _MOST_ROWS[problem.x_dtype]):
         others = mm_a16w8.estimate(problem) if problem.x_dtype == torch.bfloat16 else None
-        if others is None or problem.m > _MOST_ESTIMATED:
+        estimated = mm_a16w8.accepts(product) is None
+        if others is None or problem.m > (_MOST_ESTIMATED if estimated else _MOST_BESIDE_TRITON):
             return f"M={problem.m} rows of {problem.x_dtype} are more than {most}"
         own = _microseconds(problem, choose_config(problem)) + problem.m * problem.k / _SPLIT_RATE
-        # Where N is no multiple of 8, Triton's kernel is left: for groups of many rows it took 1.7 times as long.
-        if own > others and mm_a16w8.accepts(product) is None:
+        if estimated and own > others:
             return f"the split rows take {own:.0f} µs, and tiles in 16 bits {others:.0f} µs, estimated"
     fewest = next((size for rows, size in reversed(_FEWEST) if problem.m >= rows), None)
     if fewest is None:

@@ -240,6 +240,7 @@ def test_the_op_takes_it(m: int, n: int, k: int) -> None:
         (8, 14336, 4096, "few rows"), (16, 4096, 4096, "small"), (32, 512, 4096, "small"),
         (640, 8192, 8192, "the split rows take 143 µs, and tiles in 16 bits 112 µs, estimated"),
         (1280, 4096, 4096, "estimated"), (4096, 4096, 14336, "estimated"), (4097, 2048, 8192, "more than 512"),
+        (769, 8196, 8192, "more than 512"),
     ],
 )  # fmt: skip
 def test_rows_for_which_another_is_faster(m: int, n: int, k: int, reason: str) -> None:
