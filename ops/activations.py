@@ -48,6 +48,11 @@ def check_activations(op: str, value: object, block: Block | None = None) -> Non
             )
 
 
+def is_fast(activations: str, batch_invariant: bool) -> bool:
+    """Whether sums over K may stay in the tensor core's accumulator."""
+    return activations == FAST and not batch_invariant
+
+
 def why_16_bits(x: Tensor, w: Quantized, batch_invariant: bool = False, groups: int = 1) -> str | None:
     """The reason to multiply `x (B?, M, K) @ w (B?, K, N)` in 16 bits, or None where `x` should be quantized.
 

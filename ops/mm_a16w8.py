@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.activations import (
-    FAST,
     Activations,
     check_activations,
+    is_fast,
     quantized_at_once,
     quantized_product,
     why_16_bits,
@@ -133,7 +133,7 @@ def mm_a16w8_reference(  # noqa: PLR0913  an op's signature
     """`constant` has no effect here."""
     weight = Quantized(w, w_scale, check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations))
     if activations != "16bit" and why_16_bits(x, weight, batch_invariant) is None:
-        fast = activations == FAST and not batch_invariant
+        fast = is_fast(activations, batch_invariant)
         return quantized_product(x, weight, bias, out_dtype or x.dtype, batch_invariant, fast=fast)
     return reference.mm_a16w8(x, weight, bias, out_dtype or x.dtype, batch_invariant)
 
@@ -155,7 +155,7 @@ def mm_a16w8_kernel(  # noqa: PLR0913  an op's signature
     if activations != "16bit":
         weight = Quantized(w, w_scale, check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations))
         if why_16_bits(x, weight, batch_invariant) is None:
-            fast = activations == FAST and not batch_invariant
+            fast = is_fast(activations, batch_invariant)
             return quantized_at_once(x, weight, bias, out_dtype or x.dtype, batch_invariant, fast=fast)
     constant = constant or graph_capture.readable(w, w_scale)
     dispatch = MM_A16W8_INVARIANT if batch_invariant else MM_A16W8

@@ -21,7 +21,7 @@ from fp8fn.lowering.graph.emit import call, replace
 from fp8fn.lowering.graph.nodes import arguments_of, source_of, tensor_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
-from fp8fn.ops.activations import FAST, activation_block, why_16_bits
+from fp8fn.ops.activations import activation_block, is_fast, why_16_bits
 from fp8fn.ops.layout import known_block
 from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.operand import Quantized
@@ -72,7 +72,7 @@ def _emit(graph: Graph, node: Node, given: dict[str, Any], block: tuple[int, int
         quantizer = call(graph, _OPS.quantize.default, rows, [*block], None, scale)
         data, x_scale = (call(graph, operator.getitem, quantizer, place) for place in range(2))
         invariant = given["batch_invariant"]
-        fast = given["activations"] == FAST and not invariant
+        fast = is_fast(given["activations"], invariant)
         if not invariant and is_mx(tensor_of(x_scale), block, tensor_of(w_scale), tuple(w_block)):
             out = call(graph, _OPS.mx_mm.default, data, x_scale, w, w_scale, given["bias"], out_dtype)
         else:

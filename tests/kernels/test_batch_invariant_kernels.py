@@ -24,6 +24,7 @@ from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import SM89, SM90, SM100, Target
 from fp8fn.ops.tuning.model import alike
 from fp8fn.ops.tuning.problem import Problem, empty_product, problem_of
@@ -139,6 +140,18 @@ def _rows_of(k: int) -> list[Tensor]:
     ]  # fmt: skip
 
 
+def _settled(given: WeightProduct) -> WeightProduct:
+    """The product with the rows that its kernel is given: the same values, which are settled once."""
+    settled = mm_a16w8.MM_A16W8_INVARIANT.settled(given)
+    if settled is None:
+        return given
+    assert settled[0] is not None
+    assert torch.equal(settled[0], given.x)
+    copied = replace(given, x=settled[0])
+    assert mm_a16w8.MM_A16W8_INVARIANT.settled(copied) is None
+    return copied
+
+
 @pytest.mark.parametrize("k", [100, 104, 256])
 @pytest.mark.parametrize("n", [1, 72])
 def test_where_rows_lie_does_not_decide_on_hopper(n: int, k: int) -> None:
@@ -146,12 +159,7 @@ def test_where_rows_lie_does_not_decide_on_hopper(n: int, k: int) -> None:
     w = fp8fn.quantize(torch.randn(n, k).mT, (128, 128))
     for x in _rows_of(k):
         given = weight_product(x, w, torch.empty(*x.shape[:-1], n, dtype=torch.bfloat16))
-        settled = mm_a16w8.MM_A16W8_INVARIANT.settled(given)
-        if settled is not None:
-            assert settled[0] is not None
-            assert torch.equal(settled[0], x)
-            given = replace(given, x=settled[0])
-            assert mm_a16w8.MM_A16W8_INVARIANT.settled(given) is None
+        given = _settled(given)
         choice = mm_a16w8.MM_A16W8_INVARIANT.choose(given)
         assert choice.name == "cuda_splitk", (x.shape, x.stride(), choice.refused)
         (launch,) = choice.plan(given)
@@ -169,13 +177,7 @@ def test_where_rows_lie_does_not_decide_about_parts_on_hopper(n: int, k: int) ->
     for x in _rows_of(k):
         for bias in (None, torch.randn(n), torch.randn(x.shape[0], n))[: x.ndim]:
             given = weight_product(x, w, torch.empty(*x.shape[:-1], n, dtype=torch.bfloat16), bias=bias)
-            settled = mm_a16w8.MM_A16W8_INVARIANT.settled(given)
-            if settled is not None:
-                assert settled[0] is not None
-                assert torch.equal(settled[0], x)
-                given = replace(given, x=settled[0])
-                assert mm_a16w8.MM_A16W8_INVARIANT.settled(given) is None
-            choice = mm_a16w8.MM_A16W8_INVARIANT.choose(given.as_matrix())
+            choice = mm_a16w8.MM_A16W8_INVARIANT.choose(_settled(given).as_matrix())
             by_parts = served and (bias is None or bias.ndim == 1)
             assert choice.name == ("cuda_parts" if by_parts else "cuda_splitk"), (x.shape, x.stride(), choice.refused)
 

@@ -380,7 +380,7 @@ def test_rows_are_inlined_if_asked_for() -> None:
 
 @on_gpus
 def test_whole_rows_of_silu_mul_have_a_kernel_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a norm have none."""
+    """Whole rows of a norm have none."""
     monkeypatch.setattr(targets, "target_of", lambda device: SM90)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     linear, norm = nn.Linear(N, WIDTH).bfloat16(), nn.RMSNorm(N).bfloat16()

@@ -45,22 +45,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool there = EVEN || row < M;
 
     // Load, and reduce the largest magnitude over the row's warps.
-    Octet octets[OCTETS];
-#pragma unroll
-    for (int i = 0; i < OCTETS; ++i) {
-        Octet octet[1];
-        load_octets<LOAD>(octet, x, first_row, row, first + i * APART, M, N, x_m);
-        octets[i] = octet[0];
-    }
-    [[maybe_unused]] FloatValues products;
-    if constexpr (OF_TWO) {
-        Octet others[OCTETS];
+    const auto load = [&](Octet(&to)[OCTETS], const void* from, int stride) {
 #pragma unroll
         for (int i = 0; i < OCTETS; ++i) {
             Octet octet[1];
-            load_octets<LOAD>(octet, other, first_row, row, first + i * APART, M, N, other_m);
-            others[i] = octet[0];
+            load_octets<LOAD>(octet, from, first_row, row, first + i * APART, M, N, stride);
+            to[i] = octet[0];
         }
+    };
+    Octet octets[OCTETS];
+    load(octets, x, x_m);
+    [[maybe_unused]] FloatValues products;
+    if constexpr (OF_TWO) {
+        Octet others[OCTETS];
+        load(others, other, other_m);
 #pragma unroll
         for (int i = 0; i < OCTETS; ++i) {
 #pragma unroll
