@@ -195,6 +195,9 @@ quantize_silu_mul: Final = Rule(inputs=_GATED, outputs=_ONE)
 quantize_silu_mul_dual: Final = Rule(inputs=_GATED, outputs=_TWO)
 quantize_rms_norm: Final = Rule(inputs=_NORM, outputs=_ONE, uncut={"c": "rstd"})
 quantize_rms_norm_dual: Final = Rule(inputs=_NORM, outputs=_TWO, uncut={"c": "rstd"})
+quantize_add_rms_norm: Final = Rule(
+    inputs={"x": "*rc", "residual": "*rc", "weight": "c"}, outputs=(*_ONE, "*rc"), uncut="c"
+)
 quantize_silu_mul_saved: Final = Rule(inputs=_GATED, outputs=(*_ONE, *("*rc", "*rc/SAVED") * 2))
 quantize_silu_mul_backward: Final = Rule(
     inputs={"grad": "*rc", **_GATED, "gate_scale": "*rc/SAVED", "up_scale": "*rc/SAVED"},

@@ -48,10 +48,12 @@ class Quantization:
         other: the second operand of `source`.
         rstd: of each row, the factor `1 / sqrt(mean(x²) + eps)` of `RMS_NORM`; None to compute it.
         eps: of `RMS_NORM` without `rstd`.
+        residual: rows that are added to `x`, in its type, before `RMS_NORM`; their sum is an output too.
         offsets: the ends (E,) of groups of rows. No column block holds rows of two groups.
         amax: the largest magnitude of each block, contiguous; None to compute it.
         column_major: the layout of one output in square blocks; None is the layout of `x`.
         into: the outputs to fill; by default new ones, in the op's layout.
+        into_sum: likewise, for the sum of `x` and `residual`.
     """
 
     x: Tensor
@@ -65,10 +67,12 @@ class Quantization:
     other: Tensor | None = None
     rstd: Tensor | None = None
     eps: float = 0.0
+    residual: Tensor | None = None
     offsets: Tensor | None = None
     amax: Tensor | None = None
     column_major: bool | None = None
     into: tuple[Quantized, ...] = ()
+    into_sum: Tensor | None = None
 
     @property
     def m(self) -> int:
@@ -89,7 +93,7 @@ class Quantization:
 
     @property
     def operands(self) -> dict[str, Tensor]:
-        """The matrices that the source reads, by the op's names."""
+        """The matrices that the source reads, by the op's names; not the residual."""
         named = {self.source.x: self.x}
         if self.other is not None:
             named[self.source.other] = self.other
@@ -109,11 +113,20 @@ class Quantization:
         """The output in `block`."""
         return self.outs[0]
 
+    @cached_property
+    def sum(self) -> Tensor | None:
+        """Where the sum of `x` and `residual` goes; None without a residual."""
+        if self.residual is None or self.into_sum is not None:
+            return self.into_sum
+        return torch.empty_like(self.x, memory_format=torch.contiguous_format)
+
     @property
     def outputs(self) -> Outputs:
         named: dict[str, Tensor] = {}
         for (data, scale), out in zip(OUTPUTS, self.outs, strict=False):
             named[data], named[scale] = out.data, out.scale
+        if self.sum is not None:
+            named["sum"] = self.sum
         return Outputs(named, len(named))
 
     def _empty(self) -> tuple[Quantized, ...]:

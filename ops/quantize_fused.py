@@ -1,5 +1,7 @@
 """The ops that compute `silu(gate) * up` or `rms_norm(x, weight)` and quantize it, in one orientation or in both.
 
+`quantize_add_rms_norm` normalises `x + residual`, rounded to the type of both, which is a result too.
+
 They compute in float32 and round once, to FP8: `quantize_silu_mul(gate, up)` is
 `quantize(silu(gate.float()) * up.float())`. On every device `silu` has a relative error under 1e-5, and `rms_norm` has
 the reference's bits. Given `rstd (..., M)` in float32, `quantize_rms_norm` quantizes `x * rstd * weight`, and neither
@@ -40,11 +42,13 @@ _FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32
 _DUAL_BLOCK: Final = "int[2]? dual_block=None"
 _LAYOUT: Final = "bool? column_major=None"
 _NORM: Final = f"Tensor x, Tensor weight, float eps=1e-06, {_FORMAT}, Tensor? rstd=None"
+_ADD_NORM: Final = f"Tensor x, Tensor residual, Tensor weight, float eps=1e-06, {_FORMAT}"
 _ONE: Final = "(Tensor, Tensor)"
 _TWO: Final = "(Tensor, Tensor, Tensor, Tensor)"
 SILU_MUL_SCHEMA: Final = f"quantize_silu_mul(Tensor gate, Tensor up, {_FORMAT}, {_LAYOUT}) -> {_ONE}"
 SILU_MUL_DUAL_SCHEMA: Final = f"quantize_silu_mul_dual(Tensor gate, Tensor up, {_FORMAT}, {_DUAL_BLOCK}) -> {_TWO}"
 RMS_NORM_SCHEMA: Final = f"quantize_rms_norm({_NORM}, {_LAYOUT}) -> {_ONE}"
+ADD_RMS_NORM_SCHEMA: Final = f"quantize_add_rms_norm({_ADD_NORM}) -> (Tensor, Tensor, Tensor)"
 RMS_NORM_DUAL_SCHEMA: Final = f"quantize_rms_norm_dual({_NORM}, {_DUAL_BLOCK}) -> {_TWO}"
 
 
@@ -86,6 +90,22 @@ def check_rms_norm(
             raise ValueError(f"{name}: rstd is {rstd.dtype} of shape {tuple(rstd.shape)}; {remedy}")
         if rstd.device != x.device:
             raise ValueError(f"{name}: x is on {x.device} and rstd on {rstd.device}; move them to one device")
+    return pair
+
+
+def check_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str, name: str
+) -> tuple[Block, torch.dtype]:
+    """Like `check_silu_mul`."""
+    pair = check_rms_norm(x, weight, block, dtype, scale, name)
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"{name}: x has shape {tuple(x.shape)} and residual {tuple(residual.shape)}; they must be equal"
+        )
+    if residual.dtype != x.dtype:
+        raise TypeError(f"{name}: x has dtype {x.dtype} and residual {residual.dtype}; residual.to({x.dtype}) for one")
+    if residual.device != x.device:
+        raise ValueError(f"{name}: x is on {x.device} and residual on {residual.device}; move them to one device")
     return pair
 
 
@@ -167,6 +187,24 @@ def quantize_rms_norm_dual_fake(  # noqa: PLR0913 - an op's signature
     return empty_dual(x, pair, fp8, scale, checked_dual_block("quantize_rms_norm_dual", pair, dual_block))
 
 
+def quantize_add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128),
+    dtype: torch.dtype | None = None, scale: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_add_rms_norm(x, residual, weight, block, dtype, scale, "quantize_add_rms_norm")
+    check_eps("quantize_add_rms_norm", eps, None)
+    total = _sum(x, residual)
+    return *reference.quantize(reference.rms_norm(total, weight, eps), pair, fp8, scale), total
+
+
+def quantize_add_rms_norm_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128),
+    dtype: torch.dtype | None = None, scale: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_add_rms_norm(x, residual, weight, block, dtype, scale, "quantize_add_rms_norm")
+    return *_empty(x, pair, fp8, scale, None), torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def quantize_silu_mul_kernel(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
     column_major: bool | None = None,
@@ -192,8 +230,18 @@ def quantize_rms_norm_kernel(  # noqa: PLR0913 - an op's signature
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair = checked_block("quantize_rms_norm", block)
     rstd, eps = _statistics(rstd, eps)
-    data, scales = QUANTIZE_RMS_NORM((x, weight, rstd), (False, pair, dtype, scale, eps, None, column_major))
+    form = (pair, dtype, scale)
+    data, scales = QUANTIZE_RMS_NORM((x, weight, rstd, None), (False, form, eps, None, column_major))
     return data, scales
+
+
+def quantize_add_rms_norm_kernel(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128),
+    dtype: torch.dtype | None = None, scale: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    form = (checked_block("quantize_add_rms_norm", block), dtype, scale)
+    data, scales, total = QUANTIZE_RMS_NORM((x, weight, None, residual), (False, form, eps, None, None))
+    return data, scales, total
 
 
 def quantize_rms_norm_dual_kernel(  # noqa: PLR0913 - an op's signature
@@ -203,7 +251,8 @@ def quantize_rms_norm_dual_kernel(  # noqa: PLR0913 - an op's signature
     pair = checked_block("quantize_rms_norm_dual", block)
     other = checked_dual_block("quantize_rms_norm_dual", pair, dual_block)
     rstd, eps = _statistics(rstd, eps)
-    row, row_scale, col, col_scale = QUANTIZE_RMS_NORM((x, weight, rstd), (True, pair, dtype, scale, eps, other, None))
+    values = (True, (pair, dtype, scale), eps, other, None)
+    row, row_scale, col, col_scale = QUANTIZE_RMS_NORM((x, weight, rstd, None), values)
     return row, row_scale, col, col_scale
 
 
@@ -211,6 +260,10 @@ def _empty(x: Tensor, block: Block, dtype: torch.dtype, scale: str, column_major
     """Uninitialised outputs in `block`; a square block's data is row-major by default, whatever the layout of `x`."""
     layout = contracts_rows(block) if column_major is None else column_major
     return empty_data(x, block, dtype, layout), empty_scale(x, block, scale, layout)
+
+
+def _sum(x: Tensor, residual: Tensor) -> Tensor:
+    return (x + residual).contiguous()
 
 
 def _statistics(rstd: Tensor | None, eps: float) -> tuple[Tensor | None, float]:
@@ -230,14 +283,20 @@ def _silu_mul_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantiz
 
 
 def _rms_norm_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (x, weight, rstd), (dual, block, dtype, scale, eps, dual_block, column_major) = tensors, values
-    op = f"quantize_rms_norm{'_dual' * dual}"
-    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, op, rstd)
+    (x, weight, rstd, residual), (dual, form, eps, dual_block, column_major) = tensors, values
+    block, dtype, scale = form
+    if residual is None:
+        op = f"quantize_rms_norm{'_dual' * dual}"
+        pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, op, rstd)
+    else:
+        op = "quantize_add_rms_norm"
+        pair, fp8 = check_add_rms_norm(x, residual, weight, block, dtype, scale, op)
     check_eps(op, eps, rstd)
     check_layout(op, pair, column_major)
     return Quantization(
-        x=x, other=weight, rstd=rstd, eps=eps, source=RMS_NORM, block=pair, dtype=fp8, scale=scale, dual=dual,
-        dual_block=dual_block, column_major=column_major, target=targets.target_of(x.device),
+        x=x, other=weight, rstd=rstd, eps=eps, residual=residual, source=RMS_NORM, block=pair, dtype=fp8,
+        scale=scale, dual=dual, dual_block=dual_block, column_major=column_major,
+        target=targets.target_of(x.device),
     )  # fmt: skip
 
 
@@ -251,9 +310,18 @@ def why_not_silu_mul(q: Quantization) -> str | None:
     return quantize_rows.accepts(q) if by_rows else cuda_blocks.accepts(q)
 
 
+def why_not_rms_norm(q: Quantization) -> str | None:
+    """None where a kernel on a GPU quantizes `rms_norm(x, weight)`, else why none does."""
+    by_rows = q.block == (1, WHOLE) or q.residual is not None
+    return rms_norm.accepts(q) if by_rows else cuda_blocks.accepts(q)
+
+
 def _reference(q: Quantization) -> Sequence[Tensor]:
     """Computed by plain PyTorch in float32, then quantized by the other op."""
     assert q.other is not None
+    if q.residual is not None:
+        total = _sum(q.x, q.residual)
+        return *quantize_kernel(reference.rms_norm(total, q.other, q.eps), q.block, q.dtype, q.scale), total
     y = reference.silu_mul(q.x, q.other) if q.source is SILU_MUL else reference.rms_norm(q.x, q.other, q.eps, q.rstd)
     if q.dual:
         return quantize_dual_kernel(y, q.block, q.dtype, q.scale, dual_block=q.dual_block)
@@ -274,12 +342,12 @@ QUANTIZE_SILU_MUL: Final = Dispatch(
 
 QUANTIZE_RMS_NORM: Final = Dispatch(
     op="quantize_rms_norm",
-    inputs=("x", "weight", "rstd"),
+    inputs=("x", "weight", "rstd", "residual"),
     operands=_rms_norm_operands,
     kernels=(
         Kernel("cuda_rows", rms_norm.accepts, rms_norm.configure, rms_norm.plan),
         Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, rms_norm.plan_blocks),
     ),
     reference=_reference,
-    unserved=unserved_by_blocks,
+    unserved=lambda q: unserved(q) or why_not_rms_norm(q),
 )

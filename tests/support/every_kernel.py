@@ -606,7 +606,12 @@ def _value(q: Quantization) -> Tensor:
         return reference.silu_mul(q.x, q.other)
     if q.source is SILU_MUL_GRAD:
         return reference.silu_mul_grad(q.other, q.x)
-    return reference.rms_norm(q.x, q.other, q.eps, q.rstd)
+    return reference.rms_norm(_rows(q), q.other, q.eps, q.rstd)
+
+
+def _rows(q: Quantization) -> Tensor:
+    """The rows of a norm: rounded sums where a residual is added."""
+    return q.x if q.residual is None else q.x + q.residual
 
 
 def _quantized(q: Quantization) -> dict[str, Expected]:
@@ -618,6 +623,8 @@ def _quantized(q: Quantization) -> dict[str, Expected]:
             parts.extend(reference.quantize(value, block, q.dtype, q.scale, given))
         else:
             parts.extend(reference.quantize_grouped(value, q.offsets, block, q.dtype, q.scale))
+    if q.residual is not None:
+        parts.append(_rows(q))
     return {name: Expected(part, near=near) for name, part in zip(q.outputs.tensors, parts, strict=True)}
 
 
@@ -715,13 +722,22 @@ def _walk_columns(place: Place, target: Target) -> Forms:
 
 
 def _rms_norm(place: Place, target: Target) -> Forms:
-    for shape, dtype in (((16, 2048), BF16), ((3, 5, 2056), FP16)):
+    for shape, dtype, block, added in (
+        ((16, 2048), BF16, ROW, False),
+        ((3, 5, 2056), FP16, ROW, False),
+        ((3, 5, 2056), BF16, (1, -1), False),
+        ((16, 4096), BF16, ROW, True),
+        ((3, 5, 2056), BF16, ROW, True),
+        ((9, 1032), FP32, (1, -1), True),
+    ):
         operands = Operands(place)
         x, weight = operands.input("x", shape, dtype), operands.input("weight", shape[-1:], dtype)
-        q = quantization(x, ROW, source=RMS_NORM, other=weight, eps=1e-6, target=target)
+        residual = operands.input("residual", shape, dtype) if added else None
+        q = quantization(x, block, source=RMS_NORM, other=weight, eps=1e-6, residual=residual, target=target)
         q = kernel_info.with_outputs(operands, q)
         operands.expected = partial(_quantized, q)
-        yield Form(f"{shape}", rms_norm.plan(q, rms_norm.configure(q)), operands)
+        name = f"{shape}{' whole' * (block != ROW)}{' residual' * added}"
+        yield Form(name, rms_norm.plan(q, rms_norm.configure(q)), operands)
 
 
 def _silu_mul_saved(place: Place, target: Target) -> Forms:
@@ -874,7 +890,10 @@ CUDA: Final = (
         emulated=("Stream", "grouped"), nan=("x",),
     ),
     KernelInfo("walk_columns.cu", _walk_columns, nan=("x",)),
-    KernelInfo("rms_norm.cu", _rms_norm, nan=("x", "weight"), far=(("x", -2),)),
+    KernelInfo(
+        "rms_norm.cu", _rms_norm, emulated=("(16, 2", "(3, 5, 2056)", "(16, 4", "(9"),
+        nan=("x", "weight", "residual"), far=(("x", -2), ("residual", -2)),
+    ),
     KernelInfo(
         "silu_mul_saved.cu", _silu_mul_saved, emulated=("even", "ragged", "float16"), nan=("gate", "up"),
         far=(("gate", -2), ("up", -2)),

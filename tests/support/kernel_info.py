@@ -286,7 +286,7 @@ def with_outputs(operands: Operands, q: Quantization) -> Quantization:
     into = tuple(
         Quantized(*(operands.like(next(names), part, output=True) for part in out[:2]), out.block) for out in like.outs
     )
-    return replace(q, into=into)
+    return replace(q, into=into, into_sum=None if like.sum is None else operands.like("sum", like.sum, output=True))
 
 
 def spread(operands: Operands, name: str, tokens: int, width: int, offsets: Tensor, block: Block) -> Quantized:

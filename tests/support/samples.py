@@ -256,6 +256,17 @@ def quantize_rms_norm_dual(seed: int = 0, device: torch.device | str = "cpu") ->
     return [*(sample for sample in quantize_rms_norm(seed, device) if sample.label != "turned"), beside]
 
 
+def quantize_add_rms_norm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    return [
+        Sample("plain", (x(64, 256), x(64, 256), x(256)), {}),
+        Sample("ragged", (x(77, 99), x(77, 99), x(99), 1e-3, (128, 1)), {"scale": "pow2"}),
+        Sample("whole", (x(2, 33, 72, dtype=FP16), x(2, 33, 72, dtype=FP16), x(72, dtype=FP16), 1e-5, (1, -1)), {}),
+        Sample("strided", (x(96, 64).mT, x(64, 192)[:, ::2], x(192)[::2]), {"dtype": torch.float8_e5m2}),
+        Sample("empty", (x(7, 0), x(7, 0), x(0)), {}),
+    ]
+
+
 def _operand(x: Tensor, block: Block, **kwargs: Any) -> tuple[Tensor, Tensor, Block]:
     return *torch.ops.fp8fn.quantize(x, block, **kwargs), block
 
@@ -551,6 +562,7 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize_silu_mul_dual": quantize_silu_mul_dual,
     "quantize_rms_norm": quantize_rms_norm,
     "quantize_rms_norm_dual": quantize_rms_norm_dual,
+    "quantize_add_rms_norm": quantize_add_rms_norm,
     "scaled_mm": scaled_mm,
     "mm_a16w8": mm_a16w8,
     "grouped_mm_a16w8": grouped_mm_a16w8,

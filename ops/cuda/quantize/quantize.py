@@ -73,11 +73,13 @@ def accepts(q: Quantization) -> str | None:
     """Why the kernel cannot compute a quantization of a non-empty `x`, or None."""
     if (reason := hardware_fault(q) or offsets_fault(q)) is not None:
         return reason
+    if q.residual is not None:
+        return "the sum of x and residual is an output of the kernel of whole rows alone"
     if q.offsets is not None and WHOLE in q.block:
         return f"block {q.block} has one scale for the tokens of a group"
     if q.block not in BLOCK_SHAPES:
         return f"block {q.block} is none of {BLOCK_SHAPES}"
-    return _norm_fault(q) if q.source is RMS_NORM else _matrices_fault(q)
+    return norm_fault(q) if q.source is RMS_NORM else _matrices_fault(q)
 
 
 def _matrices_fault(q: Quantization) -> str | None:
@@ -92,7 +94,8 @@ def _matrices_fault(q: Quantization) -> str | None:
     return None
 
 
-def _norm_fault(q: Quantization) -> str | None:
+def norm_fault(q: Quantization) -> str | None:
+    """Why no kernel can read the rows and the weight of a norm, or None."""
     x, weight = q.x, q.other
     assert weight is not None
     if weight.dtype != x.dtype:

@@ -1,9 +1,12 @@
-// Normalizes rows by their root mean square, multiplies by the weight and quantizes in blocks of 1 x 128. x, of up to
-// 16384 columns, is read once and held in registers as loaded.
+// Normalizes rows by their root mean square, multiplies by the weight and quantizes, in blocks of 1 x 128 or with one
+// scale for a row. The rows, of up to 16384 columns, are those of x, or of x + residual, rounded to the type of x, which
+// are stored too. They are read once and held in registers as loaded.
 //
 // Decomposition. A block of 256 threads has ROWS rows, and covers 2048 columns in each of PASSES passes.
 //
-// Macros: those of values.cuh; FP8, FORMAT, BLOCKS and STORE as in quantize.cu; ROWS, rows of a block; PASSES.
+// Macros: those of values.cuh; FP8, FORMAT, BLOCKS and STORE as in quantize.cu; ROWS, rows of a block; PASSES; WHOLE, a
+// row has one scale; ADD, to the residual.
+#include "convert.cuh"
 #include "fp8_block.cuh"
 #include "row_sum.cuh"
 #include "row_scatter.cuh"
@@ -19,21 +22,61 @@ using Stored = StoredScale<FORMAT>::type;
 // 16 neighbouring lanes share a block of 128 columns.
 __device__ constexpr int BLOCK_LANES[4] = {1, 2, 4, 8};
 
+// Adds two octets, and rounds the sums to their type.
+template <typename T>
+INLINE void add(Octet& to, const Octet& other) {
+#pragma unroll
+    for (int w = 0; w < OCTET_WORDS; ++w) {
+        if constexpr (SIXTEEN_BITS) {
+            to.word[w] =
+                pack<T>(__fadd_rn(to.at(2 * w), other.at(2 * w)), __fadd_rn(to.at(2 * w + 1), other.at(2 * w + 1)));
+        } else {
+            to.word[w] = __float_as_uint(__fadd_rn(to.at(w), other.at(w)));
+        }
+    }
+}
+
+INLINE void store(void* base, int64_t index, const Octet& octet) {
+    char* address = static_cast<char*>(base) + index * ELEMENT_BYTES;
+#pragma unroll
+    for (int w = 0; w < OCTET_WORDS; w += 4) {
+        const uint32_t* word = octet.word + w;
+        store16<Store::NORMAL>(address + 4 * w, make_uint4(word[0], word[1], word[2], word[3]));
+    }
+}
+
 // x has M rows, matrices of `matrix_m` rows that follow each other. Data has strides (row_m, 1) throughout; the scales
-// of a matrix, (matrix_m, ceil(N / 128)), have strides (1, row_scale_lead).
+// of a matrix, (matrix_m, ceil(N / 128)), have strides (1, row_scale_lead), and (1, 0) with one scale for a row.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    quantize_rms_norm(const void* x, const void* weight, uint8_t* row_data, Stored* row_scale, int M, int N,
-                      int matrix_m, int x_m, int row_m, int row_scale_lead, float eps) {
+    quantize_rms_norm(const void* x, const void* residual, const void* weight, void* sum, uint8_t* row_data,
+                      Stored* row_scale, int M, int N, int matrix_m, int x_m, int residual_m, int sum_m, int row_m,
+                      int row_scale_lead, float eps) {
     __shared__ float sums[ROWS][WARPS];
+    __shared__ uint32_t maxima[ROWS][WARPS];
     __shared__ float rstd[ROWS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_row = blockIdx.x * ROWS, first_column = 8 * threadIdx.x;
 
-    // Load, and reduce the sum of squares.
+    // Load, add, and reduce the sum of squares.
     Octet octets[PASSES][ROWS];
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
         load_octets<LOAD>(octets[p], x, 0, first_row, p * PASS + first_column, M, N, x_m);
+    }
+    if constexpr (ADD) {
+#pragma unroll
+        for (int p = 0; p < PASSES; ++p) {
+            const int column = p * PASS + first_column;
+            Octet others[ROWS];
+            load_octets<LOAD>(others, residual, 0, first_row, column, M, N, residual_m);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                add<TypeOf<INPUT>::type>(octets[p][r], others[r]);
+                if (EVEN || (first_row + r < M && column < N)) {
+                    store(sum, int64_t(first_row + r) * sum_m + column, octets[p][r]);
+                }
+            }
+        }
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -65,19 +108,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
-                amax[p * ROWS + r] = max(amax[p * ROWS + r], FloatValues::magnitude(normalised(p, r, c, by[0])));
+                uint32_t& largest = amax[WHOLE ? r : p * ROWS + r];
+                largest = max(largest, FloatValues::magnitude(normalised(p, r, c, by[0])));
             }
             octets[p][r].pack_again();
         }
     }
     // Find the scales.
-    int item;
-    const Scale scale = block_scale<FP8, FORMAT>(scatter_max(amax, BLOCK_LANES, lane, item));
-    const int item_row = first_row + item % ROWS, block_n = (item / ROWS * PASS + first_column) / 128;
-    if (leads_item<ITEMS>(lane, BLOCK_LANES) && item < ROWS * PASSES && item_row < M && 128 * block_n < N) {
-        const int64_t matrix = item_row / matrix_m, blocks_n = (N + 127) / 128;
-        row_scale[(matrix * blocks_n + block_n) * row_scale_lead + item_row % matrix_m] = scale.stored;
+    const auto keep = [&](const Scale& scale, int row, int64_t block_n, int64_t blocks_n) {
+        row_scale[(row / matrix_m * blocks_n + block_n) * row_scale_lead + row % matrix_m] = scale.stored;
+    };
+    [[maybe_unused]] Scale of_item;
+    [[maybe_unused]] float of_row[ROWS];
+    if constexpr (WHOLE) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const uint32_t largest = __reduce_max_sync(~0u, amax[r]);
+            if (lane == 0) maxima[r][warp] = largest;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            uint32_t largest = maxima[r][0];
+#pragma unroll
+            for (int w = 1; w < WARPS; ++w) largest = max(largest, maxima[r][w]);
+            const Scale scale = block_scale<FP8, FORMAT>(largest);
+            of_row[r] = scale.inverse;
+            if (threadIdx.x == r && first_row + r < M) keep(scale, first_row + r, 0, 1);
+        }
+    } else {
+        int item;
+        of_item = block_scale<FP8, FORMAT>(scatter_max(amax, BLOCK_LANES, lane, item));
+        const int row = first_row + item % ROWS, block_n = (item / ROWS * PASS + first_column) / 128;
+        if (leads_item<ITEMS>(lane, BLOCK_LANES) && item < ROWS * PASSES && row < M && 128 * block_n < N) {
+            keep(of_item, row, block_n, (N + 127) / 128);
+        }
     }
+    const auto inverse_of = [&](int p, int r) {
+        if constexpr (WHOLE) {
+            return of_row[r];
+        } else {
+            return __shfl_sync(~0u, of_item.inverse, (lane & 16) | lane_of_item<ITEMS>(p * ROWS + r, BLOCK_LANES));
+        }
+    };
     // Quantize and store.
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
@@ -86,8 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         load_octets<Load::CACHED>(by, weight, 0, 0, column, 1, N, 0);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const int from = (lane & 16) | lane_of_item<ITEMS>(p * ROWS + r, BLOCK_LANES);
-            const float inverse = __shfl_sync(~0u, scale.inverse, from);
+            const float inverse = inverse_of(p, r);
             float v[8];
 #pragma unroll
             for (int c = 0; c < 8; ++c) v[c] = normalised(p, r, c, by[0]) * inverse;

@@ -1,8 +1,9 @@
 """`rms_norm(x, weight)` quantized on Hopper: by whole rows in one launch, or by blocks after the rows' statistics.
 
-`rms_norm.cu` quantizes in blocks `(1, 128)` and holds whole rows. Other blocks, both orientations at once, and rows of
-more than 16384 columns take a small launch of `row_rstd.cu` for the rows' statistics, and a second read of `x` by
-`quantize.cu`. Given statistics save the first of these launches.
+`rms_norm.cu` holds whole rows. It quantizes in blocks `(1, 128)` or with one scale for a row, and adds a residual
+before. Blocks of more rows, both orientations at once, and rows of more than 16384 columns take a small launch of
+`row_rstd.cu` for the rows' statistics, and a second read of `x` by `quantize.cu`. Given statistics save the first of
+these launches.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.quantize import quantize
-from fp8fn.ops.cuda.quantize.operands import OCTET, input_type, is_aligned, types
+from fp8fn.ops.cuda.quantize.operands import OCTET, hardware_fault, input_type, is_aligned, rows_fault, types
 from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.layout import WHOLE, Block, is_column_major
 from fp8fn.ops.quantization import Quantization
 
 # A block of `rms_norm.cu` has 256 threads. A pass is one octet of 8 columns for each; a thread holds 8 octets.
 _PASS: Final = 2048
 _OCTETS: Final = 8
+_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, WHOLE))
 _CHUNKWISE: Final[dict[str, int | str]] = {
     "SOURCE": "Source::PLAIN", "PARTIAL": 0, "ALIGNED": 1, "LOAD": "Load::PAST_L1", "STORE": "Store::NORMAL",
 }  # fmt: skip
@@ -37,44 +40,59 @@ class NormConfig:
 
 def accepts(q: Quantization) -> str | None:
     """Why `rms_norm.cu` cannot quantize in one launch, or None: whole rows fit, in octets of 8 aligned columns."""
-    if (reason := quantize.accepts(q)) is not None:
-        return reason
-    assert q.other is not None
-    if q.block != (1, 128) or q.dual:
-        return f"block {q.block}{' and its transpose' * q.dual} is not (1, 128) alone"
+    if q.block not in _BLOCKS or q.dual:
+        return f"block {q.block}{' and its transpose' * q.dual} is none of {_BLOCKS} alone"
     if q.rstd is not None:
         return "the statistics are given"
+    if (reason := hardware_fault(q) or quantize.norm_fault(q) or _residual_fault(q)) is not None:
+        return reason
     if q.n > _PASS * _OCTETS or q.n % OCTET:
         return f"x has {q.n} columns, more than {_PASS * _OCTETS} or no multiple of {OCTET}"
-    if not (is_aligned(q.x) and is_aligned(q.other)):
-        return "rows of x, or weight, do not begin at multiples of 16 bytes"
+    if not all(is_aligned(x) for x in (q.x, q.other, q.residual) if x is not None):
+        return "rows of x or of residual, or weight, do not begin at multiples of 16 bytes"
     return None
+
+
+def _residual_fault(q: Quantization) -> str | None:
+    if q.residual is None:
+        return None
+    if is_column_major(q.residual):
+        return f"residual has strides {q.residual.stride()}, not contiguous rows"
+    return rows_fault(q.residual, "residual")
 
 
 def configure(q: Quantization) -> NormConfig:
     """As many blocks as the registers of a multiprocessor allow."""
-    even = _is_even(q)
+    even, passes = _is_even(q), _passes(q)
     if q.x.element_size() == 2:
-        return NormConfig(3 if even else 2)
+        if not even:
+            return NormConfig(3 if passes * _rows(q) < _OCTETS else 2)
+        spills = q.residual is not None and (q.x.dtype == torch.float16 or (passes == 1 and q.block == (1, WHOLE)))
+        return NormConfig(2 if spills else 3)
     return NormConfig(2 if even else 1)
 
 
 def plan(q: Quantization, config: NormConfig) -> tuple[CudaLaunch]:
-    """The launch of `quantize(rms_norm(x, weight), (1, 128))`."""
+    """The launch of `quantize(rms_norm(x, weight), block)`, or of the rows `x + residual`."""
     macros: dict[str, int | str] = {
         **types(q), **_CHUNKWISE, "EVEN": int(_is_even(q)), "ROWS": _rows(q), "PASSES": _passes(q),
-        "BLOCKS": config.BLOCKS,
+        "BLOCKS": config.BLOCKS, "WHOLE": int(q.block == (1, WHOLE)), "ADD": int(q.residual is not None),
     }  # fmt: skip
-    rows, out = q.m * q.matrices, q.out
+    rows, out, residual, total = q.m * q.matrices, q.out, q.residual, q.sum
+    lead = out.scale.stride(-1)
+    if q.block == (1, WHOLE):  # from a matrix to the next
+        lead = out.scale.stride(-3) if out.scale.dim() > 2 else 0
     launch = CudaLaunch(
         kernel=CudaKernel("rms_norm.cu", "quantize_rms_norm", tuple(macros.items())),
         grid=(-(-rows // _rows(q)), 1, 1),
         threads=256,
         shared=0,
         args={
-            "x": q.x, "weight": q.other, "row_data": out.data, "row_scale": out.scale, "M": rows, "N": q.n,
-            "matrix_m": q.m, "x_m": q.x.stride(-2), "row_m": out.data.stride(-2),
-            "row_scale_lead": out.scale.stride(-1), "eps": q.eps,
+            "x": q.x, "residual": residual, "weight": q.other, "sum": total, "row_data": out.data,
+            "row_scale": out.scale, "M": rows, "N": q.n, "matrix_m": q.m, "x_m": q.x.stride(-2),
+            "residual_m": 0 if residual is None else residual.stride(-2),
+            "sum_m": 0 if total is None else total.stride(-2), "row_m": out.data.stride(-2), "row_scale_lead": lead,
+            "eps": q.eps,
         },
         target=q.target,
         options=macros,
