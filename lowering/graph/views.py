@@ -73,6 +73,14 @@ def as_matrix(shape: Sequence[Size]) -> list[Size]:
     return [prod(shape[:-1]) if equal(shape[-1], 0) else -1, shape[-1]]
 
 
+def as_shape(shape: Sequence[Size]) -> list[Size] | None:
+    """The shape with -1 for a size that is not known, or None where that is ambiguous."""
+    unknown = sum(not isinstance(size, int) for size in shape)
+    if unknown > 1 or (unknown and 0 in [size for size in shape if isinstance(size, int)]):
+        return None
+    return [size if isinstance(size, int) else -1 for size in shape]
+
+
 def divides(divisor: Size, size: Size) -> bool:
     """Whether `size` is known to be a multiple of `divisor`; zero divides nothing, since no axis can be split by it."""
     if equal(divisor, 0):

@@ -25,7 +25,7 @@ from fp8fn.lowering.graph.quantizers import computed, find_quantizers, reshaped_
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.layout import Block as ScaleBlock
-from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.targets import GFX942, SM89, SM90, Target
 from support.accuracy import snr
 
@@ -379,17 +379,92 @@ def test_rows_are_inlined_if_asked_for() -> None:
 
 
 @on_gpus
-def test_whole_rows_of_silu_mul_have_a_kernel_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole rows of a norm have none."""
+def test_whole_rows_have_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "target_of", lambda device: SM90)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     linear, norm = nn.Linear(N, WIDTH).bfloat16(), nn.RMSNorm(N).bfloat16()
     with torch.no_grad(), triton_code(), post_grad_pass.recorded() as record:
         fp8(lambda gate, up: linear(F.silu(gate) * up), recipe="rowwise")(random(M, N), random(M, N))
         fp8(lambda x: linear(norm(x)), recipe="rowwise")(random(M, N))
-    (silu_mul,) = (found for found in record if found.reason is None)
-    assert "fp8fn.quantize_silu_mul" in silu_mul.made
-    assert any("no kernel for it" in str(found.reason) for found in record)
+    assert [found.made for found in record] == ["fp8fn.quantize_silu_mul.default", "fp8fn.quantize_rms_norm.default"]
+
+
+class Residual(nn.Module):
+    """A product that is added to its input, a norm of the sum and a product again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, N, bias=False), nn.Linear(N, WIDTH, bias=False)
+        self.norm = nn.RMSNorm(N, EPS)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        x = residual + self.first(x)
+        return x.narrow(-1, 0, WIDTH) + self.second(self.norm(x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+def test_a_residual_is_added_by_the_op(recipe: str, dynamic: bool) -> None:
+    batch = 1 if dynamic else 2  # of two sizes that are not known the graph can't make one
+    model, x, residual = Residual().bfloat16(), random(batch, M, WIDTH), random(batch, M, N, seed=1)
+    with torch.no_grad(), uncompiled() as graphs, post_grad_pass.recorded() as record:
+        found = fp8(model, recipe=recipe, dynamic=dynamic)(x, residual)
+        product = fp8(lambda x: model.first(x), recipe=recipe)(x)
+    assert [made.made for made in record] == ["fp8fn.quantize_add_rms_norm.default"]
+    assert calls(graphs[0]) == ["quantize", "scaled_mm", "quantize_add_rms_norm", "scaled_mm"]
+    graphs[0].eliminate_dead_code()
+    added = [node.args[0] for node in graphs[0].nodes if node.target is torch.ops.aten.add.Tensor]
+    assert len(added) == 1  # the last one
+    total = residual + product
+    settings = parse_recipe(recipe)
+    rows = fp8fn.quantize_rms_norm(total, model.norm.weight, EPS, settings.activation_block)
+    columns = fp8fn.quantize(model.second.weight.mT, settings.weight_block)
+    second = fp8fn.gemm(rows.flatten(0, 1) if rows.ndim > 3 else rows, columns)
+    assert torch.equal(found, total.narrow(-1, 0, WIDTH) + second.view(batch, M, WIDTH))
+
+
+SUMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "both in memory": (lambda x, residual: x + residual, True),
+    "scaled": (lambda x, residual: torch.add(x, residual, alpha=2), False),
+    "of a number": (lambda x, residual: x + 1, False),
+    "broadcast": (lambda x, residual: x + residual[:1], False),
+    "of float32": (lambda x, residual: x + residual.float(), False),
+    "computed": (lambda x, residual: x + torch.tanh(residual), False),
+    "turned": (lambda x, residual: (x.mT.contiguous() + residual.mT.contiguous()).mT, False),
+}
+
+
+@pytest.mark.parametrize("spelling", SUMS)
+def test_which_sums_the_op_adds(spelling: str) -> None:
+    total, wanted = SUMS[spelling]
+    linear, weight = nn.Linear(N, WIDTH).bfloat16(), random(N, seed=2)
+
+    def forward(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x = total(x, residual)
+        return x, linear(by_transformers(x, weight).to(BF16))
+
+    inputs = random(M, N), random(M, N, seed=1)
+    with torch.no_grad(), uncompiled() as graphs:
+        found = fp8(forward)(*inputs)
+        expected = forward(*inputs)
+    assert ("quantize_add_rms_norm" in calls(graphs[0])) == wanted
+    assert torch.equal(found[0], expected[0])
+    assert snr(found[1], expected[1]) > 20
+
+
+def test_a_sum_that_nothing_else_reads_stays_in_inductors_kernel() -> None:
+    linear, norm = nn.Linear(N, WIDTH).bfloat16(), nn.RMSNorm(N).bfloat16()
+    with torch.no_grad(), uncompiled() as graphs:
+        fp8(lambda x, residual: linear(norm(x + residual)))(random(M, N), random(M, N, seed=1))
+    assert calls(graphs[0]) == ["scaled_mm"]
+
+
+def test_no_sum_is_added_where_the_backward_reads_statistics() -> None:
+    model, x = Residual().bfloat16(), random(M, WIDTH).requires_grad_()
+    with uncompiled() as graphs:
+        fp8(model)(x, random(M, N, seed=1)).sum().backward()
+    assert "quantize_add_rms_norm" not in [name for graph in graphs for name in calls(graph)]
+    assert x.grad is not None
 
 
 @on_gpus
