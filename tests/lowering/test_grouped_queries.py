@@ -1,4 +1,4 @@
-"""Attention of one query token to repeated keys and values: the graph that results, its values, and what stays."""
+"""Attention to repeated keys and values: the graph that results, its values, and what stays."""
 
 from __future__ import annotations
 
@@ -121,6 +121,35 @@ def test_masks(mask: str) -> None:
     assert attended(attention, *drawn(), MASKS[mask]) == [GROUPED]
 
 
+@pytest.mark.parametrize("rows", [2, S])
+@pytest.mark.parametrize("kind", ["all", "causal", "masked", "a mask of each token"])
+def test_many_tokens(kind: str, rows: int) -> None:
+    mask = {"masked": SEEN, "a mask of each token": torch.rand(B, 1, rows, S) > 0.3}.get(kind)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return SDPA(query, by_expand(key), by_expand(value), mask, is_causal=kind == "causal")
+
+    given = [*drawn(rows=rows), mask if mask is None else mask.index_fill(-1, torch.tensor(0), True)]
+    assert attended(attention, *given) == [((B, H, rows, D), *GROUPED[1:])]
+
+
+def test_a_symbolic_number_of_tokens() -> None:
+    """One graph serves all lengths, and grouping adds no guard."""
+    graphs: list[GraphModule] = []
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, by_expand(key), by_expand(value), is_causal=True)
+
+    run = compiled(attention, graphs)
+    for length in (7, 20, 33):
+        given = [torch.randn(B, heads, length, D) for heads in (H, KV, KV)]
+        for each in given:
+            torch._dynamo.mark_dynamic(each, 2)
+        torch.testing.assert_close(run(*given), attention(*given), atol=1e-5, rtol=1e-5)
+    (graph,) = graphs
+    assert "expand" not in targets(graph)
+
+
 def test_a_boolean_mask_becomes_values_once() -> None:
     """For all attentions by queries of one type, unless it is written between them."""
 
@@ -177,8 +206,7 @@ def chosen_kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 LEFT: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-    "two query tokens": (lambda q, k, v: SDPA(q, by_expand(k), by_expand(v)), drawn(rows=2)),
-    "causal": (lambda q, k, v: SDPA(q, by_expand(k), by_expand(v), is_causal=True), drawn()),
+    "one token, causal": (lambda q, k, v: SDPA(q, by_expand(k), by_expand(v), is_causal=True), drawn()),
     "enable_gqa": (lambda q, k, v: SDPA(q, k, v, enable_gqa=True), drawn()),
     "one key head that is broadcast": (lambda q, k, v: SDPA(q, k, v), drawn(1, H)),
     "no groups": (lambda q, k, v: SDPA(q, k, v), drawn(H, 1)),
@@ -200,9 +228,6 @@ LEFT: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     ),
     "of two groups": (lambda q, k, v: SDPA(q, by_expand(k), by_expand(v, H)), [*drawn()[:2], drawn(1, H)[2]]),
     "reversed": (lambda q, k, v: SDPA(q, by_expand(k).flip(1), by_expand(v)), drawn()),
-    "a mask for each token": (
-        lambda q, k, v: SDPA(q, by_expand(k), by_expand(v), torch.ones(5, S, dtype=torch.bool)[:2]), drawn(rows=2),
-    ),
     "one query head": (lambda q, k, v: SDPA(q[:, :1], by_expand(k), by_expand(v)), drawn()),
     "one query head and one key head": (lambda q, k, v: SDPA(q[:, :1], by_expand(k, H), by_expand(v, H)), drawn(1, H)),
     "a chosen kernel": (chosen_kernel, drawn()),
@@ -314,11 +339,13 @@ def test_a_cache_or_its_copy_that_is_written_later(by: str) -> None:
     assert attended(early, *drawn()) == [GROUPED]
 
 
-def test_gradients() -> None:
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gradients(rows: int) -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return SDPA(query, by_expand(key), by_expand(value), mask)
 
-    given = [*(each.detach().requires_grad_() for each in drawn()), torch.randn(B, H, 1, S, requires_grad=True)]
+    mask = torch.randn(B, H, rows, S, requires_grad=True)
+    given = [*(each.detach().requires_grad_() for each in drawn(rows=rows)), mask]
     step = torch.compile(attention, backend="fp8fn", options={"where": []}, fullgraph=True)
     found, wanted = (
         (out := function(*given), *torch.autograd.grad(out.square().sum(), given)) for function in (step, attention)
@@ -440,13 +467,18 @@ def test_cudnn_serves_where_pytorch_prefers_it(
         nodes = [graph.placeholder(name) for name in ("query", "key", "value", "mask")]
         for node, meta in zip(nodes, (query, key, key, torch.empty(B, 1, 1, S, device="cuda")), strict=True):
             node.meta["example_value"] = meta
-    assert grouped_queries._has_kernel(*nodes[:3], nodes[3] if masked else None) == expected
+    given = dict(zip(("query", "key", "value"), nodes, strict=False))
+    assert (
+        grouped_queries._has_kernel({**given, "attn_mask": nodes[3] if masked else None, "is_causal": False})
+        == expected
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 100])
 @pytest.mark.parametrize("masked", [False, True])
-def test_on_a_gpu(masked: bool, dtype: torch.dtype, hopper: Target) -> None:
+def test_on_a_gpu(masked: bool, rows: int, dtype: torch.dtype, hopper: Target) -> None:
     """PyTorch's kernels of 16 bits alone read the keys of several query heads without a copy."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -455,9 +487,9 @@ def test_on_a_gpu(masked: bool, dtype: torch.dtype, hopper: Target) -> None:
     graphs: list[GraphModule] = []
     run = compiled(attention, graphs)
     for batch, length in ((1, 271), (3, 1000)):
-        query = torch.randn(batch, 1, 32, 128, device="cuda", dtype=dtype).transpose(1, 2)
+        query = torch.randn(batch, rows, 32, 128, device="cuda", dtype=dtype).transpose(1, 2)
         key, value = torch.randn(2, batch, 8, length, 128, device="cuda", dtype=dtype)
-        mask = torch.rand(batch, 1, 1, length, device="cuda") > 0.5 if masked else None
+        mask = torch.rand(batch, 1, rows, length, device="cuda") > 0.5 if masked else None
         found, wanted = run(query, key, value, mask), attention(*(x.double() for x in (query, key, value)), mask)
         assert snr(found, wanted) > (45 if dtype == torch.bfloat16 else 60)
     repeated = [targets(graph).count("expand") for graph in graphs]
