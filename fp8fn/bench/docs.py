@@ -175,6 +175,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("llm84-h100", tables.llm84),
         _committed("decoder", tables.products),
         _committed("train", train.of_document, optional=True),
+        _committed("train-masked", train.of_document, optional=True),
         _committed("loss", loss.of_document, optional=True),
         _committed("moe-forward", tables.products),
         _committed("moe-wgrad", tables.products),
