@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fp8fn.lowering.find import REGIONS
 from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.lowering.graph.sdpa import ATTENTION, arguments, attentions, memory_of
+from fp8fn.lowering.graph.views import equal
 
 # Functions and methods that write into no operand, and whose result depends on nothing else.
 _KNOWN: Final = (
@@ -48,8 +50,7 @@ def drop_causal_masks(gm: GraphModule) -> None:
         if given["dropout_p"] != 0 or given["is_causal"] is not False:
             continue
         kind = masks.kind_of(given["attn_mask"], node)
-        lengths = [tensor_of(given[name]).shape[2] for name in ("query", "key")]
-        if kind is None or (kind == "causal" and lengths[0] != lengths[1]):
+        if kind is None or not _fits(given):
             continue
         given |= {"attn_mask": None, "is_causal": kind == "causal"}
         node.args = tuple(given.pop(name) for name in ("query", "key", "value"))
@@ -60,6 +61,14 @@ def drop_causal_masks(gm: GraphModule) -> None:
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 _erase_unread(module.graph)
+
+
+def _fits(given: Mapping[str, Any]) -> bool:
+    """Whether a mask of known sizes broadcasts to the scores, which PyTorch demands."""
+    scores = (*tensor_of(given["query"]).shape[:3], tensor_of(given["key"]).shape[2])
+    shape = tensor_of(given["attn_mask"]).shape
+    pairs = zip(reversed(shape), reversed(scores), strict=False)
+    return len(shape) <= len(scores) and all(size == 1 or equal(size, whole) for size, whole in pairs)
 
 
 def _erase_unread(graph: Graph) -> None:
@@ -120,9 +129,12 @@ class _Masks:
 
 
 def _regions(gm: GraphModule, node: Node) -> Iterator[Graph]:
-    """The graphs that a node calls, each with the last of its arguments as inputs."""
-    for arg in node.args:
-        if isinstance(arg, Node) and arg.op == "get_attr" and node.op == "call_function":
+    """The graphs that a node calls, each with the last of its arguments as inputs.
+
+    Others, such as the backward of an `autograd.Function` and the branches of `torch.cond`, have other inputs.
+    """
+    for arg in node.args if node.target in REGIONS else ():
+        if isinstance(arg, Node) and arg.op == "get_attr":
             found = getattr(gm, str(arg.target), None)
             if isinstance(found, GraphModule):
                 yield found.graph
@@ -138,11 +150,12 @@ def _inputs(region: Graph, caller: Node) -> Iterator[tuple[Node, Node]]:
 
 def _kind(mask: Node) -> str | None:
     shape, parts = tensor_of(mask).shape, _parts(mask)
-    if parts is None or len(shape) < 2 or any(not isinstance(size, int) for size in shape):
+    if parts is None or len(shape) < 2 or not all(map(_is_small, parts)):
         return None
-    if shape.numel() > _MOST_ELEMENTS:
+    try:
+        found = _computed(parts)
+    except (IndexError, RuntimeError):  # such as too little memory, which the compiled graph may not need
         return None
-    found = _computed(parts)
     if type(found) is not Tensor or found.shape != shape or found.device.type == "meta" or not found.numel():
         return None
     seen = found if found.dtype == torch.bool else found == 0
@@ -151,6 +164,11 @@ def _kind(mask: Node) -> str | None:
     if bool(seen.all()):
         return "full"
     return "causal" if shape[-1] == shape[-2] and bool((seen == torch.ones_like(seen).tril()).all()) else None
+
+
+def _is_small(node: Node) -> bool:
+    shape = tensor_of(node).shape
+    return all(isinstance(size, int) for size in shape) and shape.numel() <= _MOST_ELEMENTS
 
 
 def _parts(mask: Node) -> list[Node] | None:

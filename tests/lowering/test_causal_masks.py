@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fp8fn.lowering import backend
+from fp8fn.lowering import backend, causal_masks
 from fp8fn.lowering.causal_masks import drop_causal_masks
 from fp8fn.lowering.graph.sdpa import arguments, attentions
 from support.accuracy import snr
@@ -196,6 +196,87 @@ def test_masks_that_are_given_to_a_region(region: str, alike: bool) -> None:
         assert found == [dropped, dropped if alike else stays]
     else:
         assert found == [dropped if alike else stays]
+
+
+class Halves(torch.autograd.Function):
+    """Its backward has other inputs than its forward, and reads the first mask alone."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(q, seen)
+        return q / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        query, seen = ctx.saved_tensors
+        return SDPA(query, query, grad, seen), None, None
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
+def test_a_mask_of_a_custom_backward() -> None:
+    query, seen = drawn()[0].requires_grad_(), torch.rand(S, S) > 0.5
+
+    def halves(q: Tensor, seen: Tensor) -> Tensor:
+        return Halves.apply(q, seen & True, by_positions(q))
+
+    def keep(gm: GraphModule, _: Any) -> Any:
+        drop_causal_masks(gm)
+        gm.recompile()
+        return gm.forward
+
+    step = torch.compile(halves, backend=keep, fullgraph=True)
+    found, wanted = (torch.autograd.grad(run(query, seen).square().sum(), query) for run in (step, halves))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_mask_of_a_branch_stays() -> None:
+    def branches(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        a = by_positions(q)
+        return torch.cond(q.sum() > 0, lambda a, q: SDPA(q, q, q, a), lambda a, q: SDPA(q, q, q, a) + 1, (a, q))
+
+    assert kept(branches, *drawn()) == [(True, False)] * 2
+
+
+def test_a_mask_that_pytorch_refuses_stays() -> None:
+    """It would broadcast the scores."""
+    for sequences, rows, shape in ((1, S, (B, 1, S, S)), (B, 1, (S, S)), (B, S, (1, 1, 1, S, S))):
+        query, key, value = (each[:sequences] for each in drawn())
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, ...] = shape) -> Tensor:
+            return SDPA(q, k, v, torch.ones(shape, dtype=torch.bool))
+
+        graphs: list[str] = []
+
+        def keep(gm: GraphModule, _: Any, graphs: list[str] = graphs) -> Any:
+            graphs.append(str(gm.graph))
+            drop_causal_masks(gm)
+            graphs.append(str(gm.graph))
+            return gm.forward
+
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+            torch.compile(attention, backend=keep)(query[:, :, :rows], key, value)
+        assert graphs[0] == graphs[1]
+
+
+def test_a_mask_cut_from_a_large_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor computes what is read of it alone."""
+    monkeypatch.setattr(causal_masks, "_MOST_ELEMENTS", 2000)
+    for length, stays in ((40, False), (50, True)):
+        torch._dynamo.reset()
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, length: int = length) -> Tensor:
+            return SDPA(q, k, v, torch.ones(length, length, dtype=torch.bool).tril()[:S, :S])
+
+        assert kept(attention, *drawn()) == [(stays, not stays)]
+
+
+def test_a_mask_that_cannot_be_computed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def computed(_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(causal_masks, "_computed", computed)
+    assert kept(lambda q, k, v: SDPA(q, k, v, by_positions(q)), *drawn()) == [(True, False)]
 
 
 def test_gradients_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
