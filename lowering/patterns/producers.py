@@ -230,8 +230,10 @@ def _with_sum(graph: Graph, quantizer: Quantizer, found: Producer, known: bool) 
     total = added.total
     with graph.inserting_before(total.next):  # all that reads the sum comes later
         x, residual = (like(graph, node, quantizer.x) for node in added.addends)
+        weight = found.weight  # constant folding leaves one where its value was computed
+        weight = graph.node_copy(weight) if weight.op == "get_attr" else weight
         form = (found.eps, quantizer.block, quantizer.dtype, quantizer.scale)
-        new = call(graph, _OPS.quantize_add_rms_norm.default, x, residual, found.weight, *form)
+        new = call(graph, _OPS.quantize_add_rms_norm.default, x, residual, weight, *form)
         out = call(graph, operator.getitem, new, 2)
         if not same_sizes(out.meta["val"].shape, total.meta["val"].shape):
             out = call(graph, aten.reshape.default, out, added.shape)

@@ -452,6 +452,24 @@ def test_which_sums_the_op_adds(spelling: str) -> None:
     assert snr(found[1], expected[1]) > 20
 
 
+def test_a_weight_that_freezing_computes_after_the_sum() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(random(N, seed=2)), nn.Linear(N, WIDTH).bfloat16()
+
+        def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + residual
+            return x, self.linear(by_transformers(x, self.scale + 1).to(BF16))
+
+    model, inputs = Model().eval(), (random(M, N), random(M, N, seed=1))
+    with torch.no_grad(), torch._inductor.config.patch(freezing=True), uncompiled() as graphs:
+        found, expected = fp8(model)(*inputs), model(*inputs)
+    assert calls(graphs[0]) == ["quantize_add_rms_norm", "scaled_mm"]
+    assert torch.equal(found[0], expected[0])
+    assert snr(found[1], expected[1]) > 20
+
+
 def test_a_sum_that_nothing_else_reads_stays_in_inductors_kernel() -> None:
     linear, norm = nn.Linear(N, WIDTH).bfloat16(), nn.RMSNorm(N).bfloat16()
     with torch.no_grad(), uncompiled() as graphs:
