@@ -54,7 +54,9 @@ def _group(node: Node) -> None:
     if given["is_causal"] and _is_one(tensor_of(query).shape[2]):
         return
     chains = [_repeats(each) for each in operands[1:]]
-    if any(len(chain) == 1 or _may_be_written(chain, after=chain[-2], before=node) for chain in chains):
+    # The backward reads keys and values, which may not be written until then.
+    end = node.graph.output_node() if tensor_of(node).requires_grad else node
+    if any(len(chain) == 1 or _may_be_written(chain, after=chain[-2], before=end) for chain in chains):
         return
     key, val = (chain[-1] for chain in chains)
     # Repeated keys broadcast a query of one head, which `enable_gqa` refuses.

@@ -339,6 +339,28 @@ def test_a_cache_or_its_copy_that_is_written_later(by: str) -> None:
     assert attended(early, *drawn()) == [GROUPED]
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_keys_that_are_written_before_the_backward(training: bool) -> None:
+    """The backward of attention to copies reads the copies."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = SDPA(query, by_expand(key), by_expand(value))
+        key.mul_(2)
+        return out
+
+    query, key, value = (each.detach() for each in drawn(rows=5))
+    query.requires_grad_(training)
+    graphs: list[GraphModule] = []
+    made: list[Tensor] = []
+    step = torch.compile(attention, backend="fp8fn", options={"where": []}, fullgraph=True)
+    for run in (attention, step, compiled(attention, graphs)):
+        out = run(query, key.clone(), value)
+        made.append(torch.autograd.grad(out.square().sum(), query)[0] if training else out)
+    for found in made[1:]:
+        torch.testing.assert_close(found, made[0], atol=1e-5, rtol=1e-5)
+    assert targets(graphs[0]).count("expand") == (2 if training else 0)
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 def test_gradients(rows: int) -> None:
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
