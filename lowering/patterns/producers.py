@@ -32,6 +32,7 @@ from fp8fn.lowering.graph.emit import call, replace
 from fp8fn.lowering.graph.nodes import input_of, source_of, tensor_of, value
 from fp8fn.lowering.graph.quantizers import (
     Quantizer,
+    begins_aligned,
     computed,
     find_grouped_quantizers,
     find_quantizers,
@@ -242,7 +243,7 @@ def _with_sum(graph: Graph, quantizer: Quantizer, found: Producer, known: bool) 
 
 
 def _addends(norm: RmsNorm) -> AddRmsNorm | None:
-    """The sum that is normalised, where both addends are in memory anyway and have its shape and type."""
+    """The sum that is normalised, where both addends are in memory anyway, aligned, and have its shape and type."""
     total = reshaped_of(norm.x)
     if total.target is not aten.add.Tensor or total.kwargs or norm.weight.op not in ("placeholder", "get_attr"):
         return None
@@ -252,7 +253,7 @@ def _addends(norm: RmsNorm) -> AddRmsNorm | None:
     whole = total.meta["val"]
     for node in addends:
         val = node.meta["val"]
-        if val.dtype != whole.dtype or not same_sizes(val.shape, whole.shape):
+        if val.dtype != whole.dtype or not same_sizes(val.shape, whole.shape) or not begins_aligned(node):
             return None
         others = (reader for reader in readers(reshaped_of(node)) if reader is not total)
         if computed(reshaped_of(node)) and all(map(computed, others)):

@@ -430,6 +430,8 @@ SUMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "broadcast": (lambda x, residual: x + residual[:1], False),
     "of float32": (lambda x, residual: x + residual.float(), False),
     "computed": (lambda x, residual: x + torch.tanh(residual), False),
+    "misaligned": (lambda x, residual: x + residual.view(-1)[3 : 3 + N].expand(M, N), False),
+    "aligned": (lambda x, residual: x + residual.view(-1)[8 : 8 + N].expand(M, N), True),
     "turned": (lambda x, residual: (x.mT.contiguous() + residual.mT.contiguous()).mT, False),
 }
 
