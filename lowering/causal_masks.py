@@ -57,7 +57,7 @@ def drop_causal_masks(gm: GraphModule) -> None:
         node.kwargs = given
         found += 1
     if found:
-        _LOG.info("%d attentions with constant masks, causal or of True alone, are computed without them", found)
+        _LOG.info("constant masks, causal or of True alone, that attention does without: %d", found)
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 _erase_unread(module.graph)

@@ -130,7 +130,7 @@ class AddRmsNorm:
     total: Node
     addends: tuple[Node, Node]
     shape: list[Size]
-    """That of the sum, for a reshape."""
+    """The shape of the sum, for a reshape."""
 
     def rejected(self, quantizer: Quantizer, target: targets.Target) -> str | None:
         x, residual = (sized(node.meta["val"], quantizer.shape) for node in self.addends)

@@ -28,7 +28,7 @@ def drawn(length: int = S, **options: Any) -> list[Tensor]:
 
 
 def kept(function: Callable[..., Any], *given: Any, **options: Any) -> list[tuple[bool, bool]]:
-    """Of each attention, whether it has a mask, and whether it is causal; the graph computes what the function does."""
+    """Whether each attention has a mask, and whether it is causal; the graph computes what the function does."""
     graphs: list[GraphModule] = []
 
     def keep(gm: GraphModule, _: Any) -> Any:
@@ -62,7 +62,7 @@ def by_transformers(x: Tensor) -> Tensor:
 
 
 def by_triu(x: Tensor, low: float = -torch.inf) -> Tensor:
-    """That of `nn.Transformer.generate_square_subsequent_mask`."""
+    """The mask of `nn.Transformer.generate_square_subsequent_mask`."""
     return torch.triu(torch.full((x.shape[2], x.shape[2]), low), diagonal=1)
 
 
@@ -292,7 +292,7 @@ def test_gradients_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
         )
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    wanted_line = "1 attentions with constant masks, causal or of True alone, are computed without them"
+    wanted_line = "constant masks, causal or of True alone, that attention does without: 1"
     assert wanted_line in [record.getMessage() for record in caplog.records]
 
 
