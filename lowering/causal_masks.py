@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fp8fn.lowering.find import REGIONS
+from fp8fn.lowering.find import region_of
 from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.lowering.graph.sdpa import ATTENTION, arguments, attentions, memory_of
 from fp8fn.lowering.graph.views import equal
@@ -81,34 +81,31 @@ class _Masks:
     """The masks of a graph and of its regions; each is computed once."""
 
     def __init__(self, gm: GraphModule) -> None:
-        self._kinds: dict[Node, str | None] = {}
-        self._regions: dict[Node, list[Graph]] = {}
+        self._found: dict[Node, tuple[str | None, set[int | None]]] = {}
+        self._called: dict[Node, tuple[Graph, dict[Node, Node]]] = {}
         self._callers: dict[Graph, list[Node]] = {}
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 for node in module.graph.nodes:
-                    self._regions[node] = [*_regions(module, node)]
-                    for region in self._regions[node]:
-                        self._callers.setdefault(region, []).append(node)
+                    if (called := region_of(module, node)) is not None:
+                        region, given = called
+                        self._called[node] = region.graph, given
+                        self._callers.setdefault(region.graph, []).append(node)
 
     def kind_of(self, mask: Node, reader: Node) -> str | None:
         """`"causal"`, `"full"` where it is True everywhere, or None."""
         if mask.op == "placeholder":  # of a region: what its callers give
-            callers = self._callers.get(mask.graph, [])
-            given = [dict(_inputs(mask.graph, caller)).get(mask) for caller in callers]
             if self._is_written({memory_of(mask)}, mask.graph, reader):
                 return None
-            kinds = {
-                self.kind_of(each, caller) if isinstance(each, Node) else None
-                for each, caller in zip(given, callers, strict=True)
-            }
+            callers = self._callers.get(mask.graph, [])
+            given = [(self._called[caller][1][mask], caller) for caller in callers]
+            kinds = {self.kind_of(each, caller) if isinstance(each, Node) else None for each, caller in given}
             return kinds.pop() if len(kinds) == 1 else None
-        if mask not in self._kinds:
-            self._kinds[mask] = _kind(mask)
-        parts = _parts(mask)
-        if self._kinds[mask] is None or parts is None:
-            return None
-        return None if self._is_written({*map(memory_of, parts)}, mask.graph, reader) else self._kinds[mask]
+        if mask not in self._found:
+            parts = _parts(mask)
+            self._found[mask] = (None, set()) if parts is None else (_kind(parts), {*map(memory_of, parts)})
+        kind, memory = self._found[mask]
+        return None if kind is None or self._is_written(memory, mask.graph, reader) else kind
 
     def _is_written(self, memory: set[int | None], graph: Graph, reader: Node | None = None) -> bool:
         """Whether a node before `reader` may write into this memory; attentions read alone."""
@@ -119,38 +116,19 @@ class _Masks:
                 continue
             if memory.isdisjoint(map(memory_of, node.all_input_nodes)):
                 continue
-            for region in self._regions[node]:
-                inside = {memory_of(own) for own, given in _inputs(region, node) if memory_of(given) in memory}
-                if self._is_written(inside, region):
-                    return True
-            if not self._regions[node]:
+            if node not in self._called:
+                return True
+            region, given = self._called[node]
+            inside = {memory_of(own) for own, each in given.items() if memory_of(each) in memory}
+            if self._is_written(inside, region):
                 return True
         return False
 
 
-def _regions(gm: GraphModule, node: Node) -> Iterator[Graph]:
-    """The graphs that a node calls, each with the last of its arguments as inputs.
-
-    Others, such as the backward of an `autograd.Function` and the branches of `torch.cond`, have other inputs.
-    """
-    for arg in node.args if node.target in REGIONS else ():
-        if isinstance(arg, Node) and arg.op == "get_attr":
-            found = getattr(gm, str(arg.target), None)
-            if isinstance(found, GraphModule):
-                yield found.graph
-
-
-def _inputs(region: Graph, caller: Node) -> Iterator[tuple[Node, Node]]:
-    """The inputs of a region, each with the node that the caller gives."""
-    own = [node for node in region.nodes if node.op == "placeholder"]
-    for node, given in zip(own, caller.args[len(caller.args) - len(own) :], strict=False):
-        if isinstance(given, Node):
-            yield node, given
-
-
-def _kind(mask: Node) -> str | None:
-    shape, parts = tensor_of(mask).shape, _parts(mask)
-    if parts is None or len(shape) < 2 or not all(map(_is_small, parts)):
+def _kind(parts: list[Node]) -> str | None:
+    """The kind of the mask that the last of the nodes computes."""
+    shape = tensor_of(parts[-1]).shape
+    if len(shape) < 2 or not all(map(_is_small, parts)):
         return None
     try:
         found = _computed(parts)
