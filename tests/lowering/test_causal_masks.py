@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fp8fn.lowering import backend, causal_masks
+from fp8fn.lowering import causal_masks
 from fp8fn.lowering.causal_masks import drop_causal_masks
 from fp8fn.lowering.graph.sdpa import arguments, attentions
 from support.accuracy import snr
+from support.graphs import kept_for_rewrite
+from support.tiny_models import two_layers
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -299,20 +301,9 @@ def test_gradients_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
 def test_a_training_step_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cache, transformers gives the compiled attention a mask; the step's graph has none."""
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, sliding_window=None,
-    )  # fmt: skip
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    graphs: list[GraphModule] = []
-    rewrite = backend.rewrite
-
-    def keep(gm: GraphModule, *args: Any, **options: Any) -> Any:
-        graphs.append(gm)
-        return rewrite(gm, *args, **options)
-
-    monkeypatch.setattr(backend, "rewrite", keep)
+    pytest.importorskip("transformers")
+    model = two_layers(kind)
+    graphs = kept_for_rewrite(monkeypatch)
     tokens, losses = torch.randint(64, (2, 32)), []
     for call in (model, torch.compile(model, backend="fp8fn", options={"where": []}, fullgraph=True)):
         model.zero_grad()

@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 import fp8fn
-from fp8fn.lowering import backend, grouped_queries
+from fp8fn.lowering import grouped_queries
 from fp8fn.lowering.grouped_queries import group_queries
 from fp8fn.ops.targets import Target
 from support.accuracy import snr
+from support.graphs import kept_for_rewrite
+from support.tiny_models import two_layers
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -442,25 +444,14 @@ def test_under_vmap() -> None:
 def test_a_decoding_step_of_transformers(kind: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph that Inductor is given copies no keys, and its logits are those of the eager model."""
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, sliding_window=None,
-    )  # fmt: skip
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    graphs: list[GraphModule] = []
-    rewrite = backend.rewrite
-
-    def keep(gm: GraphModule, *args: Any, **options: Any) -> Any:
-        graphs.append(gm)
-        return rewrite(gm, *args, **options)
-
-    monkeypatch.setattr(backend, "rewrite", keep)
+    model = two_layers(kind).eval()
+    graphs = kept_for_rewrite(monkeypatch)
     step = torch.compile(model, backend="fp8fn", options={"where": []}, fullgraph=True)
     prompt = torch.randint(64, (batch, 9))
     logits = []
     with torch.no_grad():
         for call in (model, step):
-            cache = transformers.StaticCache(config=config, max_cache_len=32)
+            cache = transformers.StaticCache(config=model.config, max_cache_len=32)
             out = model(prompt, past_key_values=cache, use_cache=True).logits
             token, steps = out[:, -1:].argmax(-1), []
             for _ in range(4):

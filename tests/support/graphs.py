@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
 import fp8fn
-from fp8fn.lowering import joint_pass
+from fp8fn.lowering import backend, joint_pass
 from fp8fn.lowering.graph.substitute import Substitution
 from support.gradients import gradients
 
@@ -126,3 +126,16 @@ def code(graph: Graph) -> str:
         if node.op == "call_function" and ("fp8fn" in str(node.target) or "mm" in str(node.target)):
             lines.append(f"{node.target}({','.join(map(text, node.args))})")
     return "\n".join(lines)
+
+
+def kept_for_rewrite(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
+    """The graphs in which the backend looks for products from now on, as the passes before have left them."""
+    graphs: list[GraphModule] = []
+    rewrite = backend.rewrite
+
+    def keep(gm: GraphModule, *args: Any, **options: Any) -> Any:
+        graphs.append(gm)
+        return rewrite(gm, *args, **options)
+
+    monkeypatch.setattr(backend, "rewrite", keep)
+    return graphs

@@ -33,3 +33,14 @@ def tiny_model(architecture: str) -> Any:
     for parameter in model.parameters():  # not the buffers: `bfloat16()` would round a rotary embedding's frequencies
         parameter.data = parameter.data.bfloat16()
     return model.eval()
+
+
+def two_layers(architecture: str) -> Any:
+    """A model in float32, 64 wide, of four query heads and two key heads, without a sliding window."""
+    import transformers
+
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, sliding_window=None,
+    )  # fmt: skip
+    return getattr(transformers, f"{architecture}ForCausalLM")(config)
