@@ -5,7 +5,7 @@
 // Decomposition. A block of 256 threads has ROWS rows, and covers 2048 columns in each of PASSES passes.
 //
 // Macros: those of values.cuh; FP8, FORMAT, BLOCKS and STORE as in quantize.cu; ROWS, rows of a block; PASSES; WHOLE, a
-// row has one scale; ADD, to the residual.
+// row has one scale; ADD, the rows are x + residual.
 #include "convert.cuh"
 #include "fp8_block.cuh"
 #include "row_sum.cuh"
@@ -46,7 +46,8 @@ INLINE void store(void* base, int64_t index, const Octet& octet) {
 }
 
 // x has M rows, matrices of `matrix_m` rows that follow each other. Data has strides (row_m, 1) throughout; the scales
-// of a matrix, (matrix_m, ceil(N / 128)), have strides (1, row_scale_lead), and (1, 0) with one scale for a row.
+// of a matrix, (matrix_m, ceil(N / 128)), have strides (1, row_scale_lead). With one scale for a row, those of a matrix
+// follow each other, and the next matrix's are row_scale_lead further.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantize_rms_norm(const void* x, const void* residual, const void* weight, void* sum, uint8_t* row_data,
                       Stored* row_scale, int M, int N, int matrix_m, int x_m, int residual_m, int sum_m, int row_m,
