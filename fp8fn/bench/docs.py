@@ -204,7 +204,6 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("decode-mx", decode.table),
         _committed("decode-mx-moe", decode.table),
         _committed("prefill", prefill.table, optional=True),
-        _committed("prefill-16bit", prefill.table, optional=True),
         _committed("invariant", invariant.table, optional=True),
         _committed("generate", generate.table),
         _committed("generate-batches", generate.table, optional=True),
