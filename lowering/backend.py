@@ -17,6 +17,7 @@ from fp8fn.lowering.monitor_pass import training, with_monitor
 from fp8fn.lowering.post_grad_pass import with_fusion, with_pipeline
 from fp8fn.lowering.recipe_pass import rewrite
 from fp8fn.lowering.separate_regions import separated
+from fp8fn.lowering.unpadded import by_padding
 from fp8fn.lowering.watched_graph import check_every, watched
 from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import BACKEND_DEFAULT, SAVES, Recipe, parse_recipe, recipe_key
@@ -63,7 +64,8 @@ def fp8fn(
 
     Attention reads keys and values before the model repeats them for its query heads, whatever `where` selects, and a
     mask that is known to be causal is left out: a kernel without it computes half as much. Results differ by the order
-    of sums alone.
+    of sums alone. If the first batch has an `attention_mask` of ones, then each call on a GPU reads whether its own has
+    ones alone, and a batch with padding compiles the graph again.
 
     The option `async_tp` multiplies a sequence while it is gathered, where the styles of `fp8fn.distributed` gather it
     in FP8 within the graph. It is False by default.
@@ -90,24 +92,27 @@ def fp8fn(
     async_tp = given.pop("async_tp", None)
     patches = _inductor_options(mode, given)
     drop_causal_masks(gm)
-    group_queries(gm)
-    decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
-    graph = watched(every, gm, decisions if every is None else separated(gm, decisions))
-    patches = with_pass(patches, takes_everything(where), recipe.batch_invariant)
-    patches = with_fusion(with_pipeline(patches, async_tp), fuse)
-    patches = _with_partitioner(patches, recipe, save, fuse is not False)
-    if graph is not None:
-        patches = with_monitor(patches, graph.state.first, graph.names)
 
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        # Inductor checks whether the graph's results are dense; FP8 data for the backward is among the results.
-        with without_guards(), training(graph is not None and not kwargs.get("is_inference", False)):
-            return compile_fx_inner(*args, **kwargs)
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        group_queries(gm)
+        decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
+        graph = watched(every, gm, decisions if every is None else separated(gm, decisions))
+        own = with_pass(patches, takes_everything(where), recipe.batch_invariant)
+        own = with_fusion(with_pipeline(own, async_tp), fuse)
+        own = _with_partitioner(own, recipe, save, fuse is not False)
+        if graph is not None:
+            own = with_monitor(own, graph.state.first, graph.names)
 
-    compiled = cast(
-        Callable[..., Any], compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
-    )
-    return compiled if graph is None else graph.counting(compiled)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            # Inductor checks whether the graph's results are dense; FP8 data for the backward is among the results.
+            with without_guards(), training(graph is not None and not kwargs.get("is_inference", False)):
+                return compile_fx_inner(*args, **kwargs)
+
+        compiled = cast(Callable[..., Any], compile_fx(gm, list(inputs), inner_compile=inner, config_patches=own))
+        return compiled if graph is None else graph.counting(compiled)
+
+    # The monitor counts the steps of one graph.
+    return by_padding(gm, example_inputs, compile_graph) if every is None else compile_graph(gm, example_inputs)
 
 
 def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]:

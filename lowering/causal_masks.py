@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,27 +41,54 @@ _MOST_ELEMENTS: Final = 1 << 28
 _LOG: Final = logging.getLogger("fp8fn")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Droppable:
+    """An attention that does without its mask.
+
+    Args:
+        node: the attention.
+        given: its arguments by name.
+        kind: `"causal"`, or `"full"` of a mask that is True everywhere.
+        read: the inputs that were taken to be ones.
+    """
+
+    node: Node
+    given: Mapping[str, Any]
+    kind: str
+    read: frozenset[Node]
+
+
 def drop_causal_masks(gm: GraphModule) -> None:
     """Takes masks of constants from attentions, in place, where `is_causal` says the same, or none is needed."""
-    masks, found = _Masks(gm), 0
+    if found := droppable(gm):
+        _LOG.info("constant masks, causal or of True alone, that attention does without: %d", len(found))
+        drop(gm, found)
+
+
+def droppable(gm: GraphModule, ones: Collection[Node] = ()) -> list[Droppable]:
+    """The attentions that do without their masks, if the inputs `ones` of the graph hold ones alone."""
+    masks, found = _Masks(gm, ones), []
     for node in attentions(gm):
         given = arguments(node)
         if given is None or not isinstance(given["attn_mask"], Node):
             continue
         if given["dropout_p"] != 0 or given["is_causal"] is not False:
             continue
-        kind = masks.kind_of(given["attn_mask"], node)
-        if kind is None or not _fits(given):
-            continue
-        given |= {"attn_mask": None, "is_causal": kind == "causal"}
-        node.args = tuple(given.pop(name) for name in ("query", "key", "value"))
-        node.kwargs = given
-        found += 1
-    if found:
-        _LOG.info("constant masks, causal or of True alone, that attention does without: %d", found)
-        for module in gm.modules():
-            if isinstance(module, GraphModule):
-                _erase_unread(module.graph)
+        known = masks.known(given["attn_mask"], node)
+        if known is not None and _fits(given):
+            found.append(Droppable(node=node, given=given, kind=known[0], read=known[1]))
+    return found
+
+
+def drop(gm: GraphModule, found: Sequence[Droppable]) -> None:
+    """Takes the masks from these attentions, in place."""
+    for each in found:
+        given = {**each.given, "attn_mask": None, "is_causal": each.kind == "causal"}
+        each.node.args = tuple(given.pop(name) for name in ("query", "key", "value"))
+        each.node.kwargs = given
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            _erase_unread(module.graph)
 
 
 def _fits(given: Mapping[str, Any]) -> bool:
@@ -77,11 +105,15 @@ def _erase_unread(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-class _Masks:
-    """The masks of a graph and of its regions; each is computed once."""
+_Known: TypeAlias = tuple[str, frozenset[Node]]
 
-    def __init__(self, gm: GraphModule) -> None:
-        self._found: dict[Node, tuple[str | None, set[int | None]]] = {}
+
+class _Masks:
+    """The masks of a graph and of its regions; each is computed once. `ones` are inputs taken to hold ones."""
+
+    def __init__(self, gm: GraphModule, ones: Collection[Node]) -> None:
+        self._ones = frozenset(ones)
+        self._found: dict[Node, tuple[_Known | None, set[int | None]]] = {}
         self._called: dict[Node, tuple[Graph, dict[Node, Node]]] = {}
         self._callers: dict[Graph, list[Node]] = {}
         for module in gm.modules():
@@ -92,20 +124,24 @@ class _Masks:
                         self._called[node] = region.graph, given
                         self._callers.setdefault(region.graph, []).append(node)
 
-    def kind_of(self, mask: Node, reader: Node) -> str | None:
-        """`"causal"`, `"full"` where it is True everywhere, or None."""
-        if mask.op == "placeholder":  # of a region: what its callers give
+    def known(self, mask: Node, reader: Node) -> _Known | None:
+        """`"causal"`, or `"full"` of a mask that is True everywhere, and the `ones` that it depends on; or None."""
+        if mask.op == "placeholder" and mask not in self._ones:  # of a region: what its callers give
             if self._is_written({memory_of(mask)}, mask.graph, reader):
                 return None
             callers = self._callers.get(mask.graph, [])
             given = [(self._called[caller][1][mask], caller) for caller in callers]
-            kinds = {self.kind_of(each, caller) if isinstance(each, Node) else None for each, caller in given}
-            return kinds.pop() if len(kinds) == 1 else None
+            known = [self.known(each, caller) if isinstance(each, Node) else None for each, caller in given]
+            kinds = {each and each[0] for each in known}
+            kind = kinds.pop() if len(kinds) == 1 else None
+            return None if kind is None else (kind, frozenset().union(*(each[1] for each in known if each)))
         if mask not in self._found:
-            parts = _parts(mask)
-            self._found[mask] = (None, set()) if parts is None else (_kind(parts), {*map(memory_of, parts)})
-        kind, memory = self._found[mask]
-        return None if kind is None or self._is_written(memory, mask.graph, reader) else kind
+            parts = _parts(mask, self._ones)
+            kind = None if parts is None else _kind(parts)
+            read = self._ones.intersection(parts or ())
+            self._found[mask] = None if kind is None else (kind, read), {*map(memory_of, parts or ())}
+        found, memory = self._found[mask]
+        return None if found is None or self._is_written(memory, mask.graph, reader) else found
 
     def _is_written(self, memory: set[int | None], graph: Graph, reader: Node | None = None) -> bool:
         """Whether a node before `reader` may write into this memory; attentions read alone."""
@@ -149,11 +185,13 @@ def _is_small(node: Node) -> bool:
     return all(isinstance(size, int) for size in shape) and shape.numel() <= _MOST_ELEMENTS
 
 
-def _parts(mask: Node) -> list[Node] | None:
+def _parts(mask: Node, ones: Collection[Node]) -> list[Node] | None:
     """The nodes from which a mask is computed, in the graph's order; None if it depends on anything else."""
     found, pending = {mask}, [mask]
     while pending:
         node = pending.pop()
+        if node in ones:
+            continue
         if not _is_known(node) or (value(node) is None):
             return None
         for each in node.all_input_nodes:
@@ -177,6 +215,10 @@ def _computed(parts: list[Node]) -> Any:
     results: dict[Node, Any] = {}
     with torch.no_grad():
         for node in parts:
+            if node.op == "placeholder":
+                like = tensor_of(node)
+                results[node] = torch.ones(like.shape, dtype=like.dtype, device=like.device)
+                continue
             args = map_arg(node.args, results.__getitem__)
             kwargs: Mapping[str, Any] = map_arg(dict(node.kwargs), results.__getitem__)
             if node.op == "call_method":

@@ -29,6 +29,11 @@ from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
 
 _NEEDED: Final = ("tabulate", "transformers")
+_IMPLEMENTATIONS: Final = {
+    "causal": "is_causal, without a mask",
+    "transformers": "transformers' sdpa",
+    "ones": "transformers' sdpa, called with an attention_mask of ones",
+}
 # A process takes this memory on a GPU besides tensors, for CUDA's context and its kernels.
 _CONTEXT_BYTES: Final = 900 << 20
 
@@ -40,14 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = _size(args)
     device: torch.device = args.device
     kernel, found = _attention(args, size)
-    attending = {
-        "implementation": "is_causal, without a mask" if args.attention == "causal" else "transformers' sdpa",
-        "kernel": kernel,
-    }
+    attending = {"implementation": _IMPLEMENTATIONS[args.attention], "kernel": kernel}
     setting = Setting(
         size=size, batch=args.tokens[0], sequence=args.tokens[1],
         attention=attention.CAUSAL if args.attention == "causal" else attention.MASKED,
-        kernel=kernel, steps=args.steps, device=str(device),
+        kernel=kernel, steps=args.steps, device=str(device), ones=args.attention == "ones",
     )  # fmt: skip
     shared = {
         "model": args.model, "size": as_json(size), "batch": setting.batch, "sequence": setting.sequence,
@@ -248,8 +250,9 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         f"(default: {' '.join(DEFAULTS)})",
     )  # fmt: skip
     parser.add_argument(
-        "--attention", choices=("causal", "transformers"), default="causal",
-        help="causal: is_causal and no mask; transformers: unchanged, a mask when compiled (default: causal)",
+        "--attention", choices=_IMPLEMENTATIONS, default="causal",
+        help="causal: is_causal and no mask; transformers: unchanged, a mask when compiled; ones: likewise, called "
+        "with an attention_mask of ones, as tokenizers return it (default: causal)",
     )  # fmt: skip
     parser.add_argument("--kernel", choices=attention.KERNELS, help="attention's kernel (default: the fastest here)")
     parser.add_argument("--steps", type=options.positive, default=20, metavar="N", help="training steps (default: 20)")

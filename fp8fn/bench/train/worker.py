@@ -31,7 +31,10 @@ _UNTIMED: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The model, the batch and the attention that all variants share. `steps` are trained before any timing."""
+    """The model, the batch and the attention that all variants share. `steps` are trained before any timing.
+
+    With `ones` a call also gets an `attention_mask` that says that the batch has no padding.
+    """
 
     size: Size
     batch: int
@@ -41,6 +44,7 @@ class Setting:
     steps: int
     device: str
     seed: int = 0
+    ones: bool = False
 
 
 class Trainer:
@@ -88,8 +92,9 @@ class Trainer:
         return loss.detach()
 
     def loss(self, tokens: Tensor) -> Tensor:
+        mask = {"attention_mask": torch.ones_like(tokens)} if self.setting.ones else {}
         with attention.using(self.setting.kernel):
-            loss: Tensor = self.compiled(input_ids=tokens, labels=tokens).loss
+            loss: Tensor = self.compiled(input_ids=tokens, labels=tokens, **mask).loss
         return loss
 
     def warmed_up_step(self, number: int) -> float:

@@ -1,0 +1,158 @@
+"""A graph whose attention reads a mask of its batch is compiled without the mask, for batches without padding.
+
+    model(input_ids, attention_mask=torch.ones(2, 4096))        # of a batch that has no padding
+
+transformers computes the mask of attention from `attention_mask`, which tokenizers and collators return for each batch.
+In a graph its values are not known, but where they are all one the mask is causal, and attention is computed in a third
+of the time without it. If they are one in the first call, then the graph is compiled without masks. Each call reads
+whether they still are, for which the host waits until the device has the mask. A batch with padding compiles the graph
+again, with the masks, and such batches go there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from copy import copy, deepcopy
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fp8fn.lowering.causal_masks import Droppable, drop, droppable
+from fp8fn.lowering.graph.nodes import tensor_of, value
+from fp8fn.ops.torch_private.core import (
+    CompileContext,
+    FakeTensor,
+    TracingContext,
+    compile_context,
+    is_functorch_wrapped_tensor,
+    tracing,
+)
+
+Compile: TypeAlias = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+_TYPES: Final = (torch.bool, torch.uint8, torch.int32, torch.int64)
+_MOST_ELEMENTS: Final = 1 << 22
+# The multiplications of scores in a forward below which the wait may take longer than masks do: training takes 2.3 ms
+# more with 3.4e10 of them, 1.2 ms less with 6.9e10, and 20 ms less with 5.5e11 (H200).
+_LEAST_WORK: Final = 10**11
+_LOG: Final = logging.getLogger("fp8fn")
+
+
+def by_padding(gm: GraphModule, inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
+    """The graph, compiled; `inputs` are those of the first call."""
+    masks = _masks_without_padding(gm, inputs)
+    if not masks:
+        return compile_graph(gm, inputs)
+    masked = _Masked(gm, inputs, compile_graph)
+    drop(gm, masks)
+    read = frozenset().union(*(each.read for each in masks))
+    places = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in read]
+    _LOG.info("attentions that do without a mask in batches without padding, as the first one: %d", len(masks))
+    unmasked = compile_graph(gm, inputs)
+
+    def call(*args: Any) -> Any:
+        if _are_ones([args[i] for i in places]):
+            return unmasked(*args)
+        return masked(*args)
+
+    return call
+
+
+def _masks_without_padding(gm: GraphModule, inputs: Sequence[Any]) -> list[Droppable]:
+    """The attentions that do without their masks as long as the inputs that are ones now stay so."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if any(map(_is_unsure, placeholders, inputs)) or any(map(_communicates, gm.modules())):
+        return []
+    ones = [node for node, given in zip(placeholders, inputs, strict=True) if _may_tell_padding(given)]
+    masks = droppable(gm, ones) if ones else []
+    return masks if not any(map(_waits, masks)) or sum(map(_work, masks)) >= _LEAST_WORK else []
+
+
+def _is_unsure(placeholder: Node, given: Any) -> bool:
+    """Whether an input's size is a variable, or its value is not there yet, as of a graph that is compiled in parts."""
+    traced = placeholder.meta.get("example_value")
+    sizes = traced.shape if isinstance(traced, Tensor) else (traced,)
+    return isinstance(given, FakeTensor) or any(isinstance(size, (torch.SymInt, torch.SymFloat)) for size in sizes)
+
+
+def _communicates(module: Any) -> bool:
+    """Whether processes wait for each other in the graph, which each of them would then choose by its own batch."""
+    return isinstance(module, GraphModule) and any("c10d" in str(node.target) for node in module.graph.nodes)
+
+
+def _may_tell_padding(given: Any) -> bool:
+    if type(given) is not Tensor or given.dtype not in _TYPES or given.dim() != 2:
+        return False
+    return 0 < given.numel() <= _MOST_ELEMENTS and _are_ones([given])
+
+
+def _are_ones(tensors: Collection[Any]) -> bool:
+    """Whether all elements of all tensors are one. The host waits for them."""
+    if any(type(each) is not Tensor or is_functorch_wrapped_tensor(each) for each in tensors):
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return all(bool((each == 1).all()) for each in tensors)
+
+
+def _waits(mask: Droppable) -> bool:
+    """Whether the host waits for a device that tells it whether there is padding."""
+    return tensor_of(mask.node).device.type != "cpu"
+
+
+def _work(mask: Droppable) -> float:
+    query, key = (tensor_of(mask.given[name]) for name in ("query", "key"))
+    return math.prod(query.shape) * key.shape[2]
+
+
+class _Masked:
+    """The graph with its masks, which is compiled when it is first called."""
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any], compile_graph: Compile) -> None:
+        self._graph: GraphModule | None = _copied(gm)
+        traced = (value(node) for node in self._graph.graph.find_nodes(op="placeholder"))
+        self._inputs = [given if fake is None else fake for fake, given in zip(traced, inputs, strict=True)]
+        self._compile = compile_graph
+        self._compiled: Callable[..., Any] | None = None
+        # PyTorch compiles a backward that is called later in the same way.
+        self._traced, self._compiling = copy(TracingContext.try_get()), CompileContext.try_get()
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = self._first()
+        return self._compiled(*args)
+
+    def _first(self) -> Callable[..., Any]:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                'backend="fp8fn": attention_mask decides between two compiled graphs, and the capture of a CUDA graph '
+                "can't read it; call the model without attention_mask, or once before with one that has a zero"
+            )
+        _LOG.info("a batch has padding: the graph is compiled again, with the masks of its attentions")
+        assert self._graph is not None
+        gradients = torch.is_grad_enabled()
+        with (
+            tracing(self._traced),
+            compile_context(self._compiling),
+            torch.inference_mode(False),  # it enables gradients
+            torch.set_grad_enabled(gradients),
+        ):
+            compiled = self._compile(self._graph, self._inputs)
+        self._graph, self._inputs = None, []
+        return compiled
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    """Another graph with regions of its own, of the same parameters and constants, and with Dynamo's marks."""
+    found = GraphModule(gm, deepcopy(gm.graph))
+    found.meta = dict(gm.meta)
+    for marked, own in ((gm, found), *zip(gm.graph.nodes, found.graph.nodes, strict=True)):
+        vars(own).update({name: mark for name, mark in vars(marked).items() if name not in vars(own)})
+    for name, region in gm.named_children():
+        if isinstance(region, GraphModule):
+            setattr(found, name, _copied(region))
+    return found

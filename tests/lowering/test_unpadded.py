@@ -1,0 +1,287 @@
+"""Graphs for batches without padding: which are made, what each call takes, and the values and gradients of both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from fp8fn.lowering import unpadded
+from fp8fn.lowering.graph.sdpa import arguments, attentions
+from fp8fn.lowering.unpadded import by_padding
+from support.tiny_models import two_layers
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+B, H, S, D = 2, 3, 20, 16
+
+
+def ones(dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.ones(B, S, dtype=dtype)
+
+
+def padded(dtype: torch.dtype = torch.int64) -> Tensor:
+    mask = ones(dtype)
+    mask[0, 12:] = 0
+    return mask
+
+
+def drawn() -> Tensor:
+    return torch.randn(B, H, S, D)
+
+
+def causal(tokens: Tensor) -> Tensor:
+    """The mask of a causal model over a batch with padding."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return (places[None, :] <= places[:, None]) & tokens.to(torch.bool)[:, None, None, :]
+
+
+def attended(x: Tensor, tokens: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=causal(tokens))
+
+
+class Kept:
+    """A backend that keeps the graphs which it is given, in the order in which they are compiled."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphModule] = []
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return by_padding(gm, inputs, self._compile)
+
+    def _compile(self, gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        for module in gm.modules():
+            if isinstance(module, GraphModule):
+                module.graph.lint()
+                module.recompile()
+        self.graphs.append(gm)
+        return gm.forward
+
+    @property
+    def masks(self) -> list[list[bool]]:
+        """Of each graph, whether its attentions have masks."""
+        found = [[arguments(node) for node in attentions(graph)] for graph in self.graphs]
+        return [[given is not None and given["attn_mask"] is not None for given in each] for each in found]
+
+
+def served(function: Callable[..., Tensor], *batches: tuple[Tensor, ...], **options: Any) -> list[list[bool]]:
+    """The masks of the graphs that these calls make; each gives what the function does."""
+    kept = Kept()
+    compiled = torch.compile(function, backend=kept, fullgraph=True, **options)
+    for batch in batches:
+        torch.testing.assert_close(compiled(*batch), function(*batch), atol=1e-5, rtol=1e-5)
+    return kept.masks
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)
+def test_a_graph_without_masks_and_one_with_them(dtype: torch.dtype) -> None:
+    batches = [(drawn(), mask(dtype)) for mask in (ones, padded, ones, padded)]
+    assert served(attended, *batches[:1]) == [[False]]
+    assert served(attended, *batches) == [[False], [True]]
+
+
+def test_dynamos_marks_are_those_of_both_graphs() -> None:
+    """By them PyTorch knows which inputs are parameters, which no CUDA graph copies."""
+    linear, kept = nn.Linear(D, D), Kept()
+
+    def model(x: Tensor, tokens: Tensor) -> Tensor:
+        return attended(linear(x), tokens)
+
+    compiled = torch.compile(model, backend=kept, fullgraph=True)
+    for tokens in (ones(), padded()):
+        compiled(drawn(), tokens)
+    first, second = kept.graphs
+    assert vars(first).keys() == vars(second).keys()
+    assert first.meta == second.meta
+    inputs = [[*graph.graph.find_nodes(op="placeholder")] for graph in kept.graphs]
+    assert len(inputs[0]) == 4
+    for one, other in zip(*inputs, strict=True):
+        assert vars(one) == vars(other)
+        assert one.meta["tensor_dict"] is other.meta["tensor_dict"]
+    assert sum("_dynamo_static_input_type" in node.meta["tensor_dict"] for node in inputs[1]) == 2
+
+
+def test_a_first_batch_with_padding_has_one_graph() -> None:
+    assert served(attended, (drawn(), padded()), (drawn(), ones())) == [[True]]
+
+
+def test_values_other_than_one_are_padding() -> None:
+    """A mask may count sequences, or be compared with a number: only ones were tried."""
+
+    def of_one(x: Tensor, tokens: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=causal(tokens == 1))
+
+    assert served(of_one, (drawn(), ones()), (drawn(), 2 * ones())) == [[False], [True]]
+
+
+def test_a_mask_without_order_is_left_out_too() -> None:
+    def encoder(x: Tensor, tokens: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=tokens.bool()[:, None, None, :].expand(-1, -1, S, -1))
+
+    assert served(encoder, (drawn(), ones()), (drawn(), padded())) == [[False], [True]]
+
+
+def biased(x: Tensor, bias: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
+
+
+def windowed(x: Tensor, tokens: Tensor) -> Tensor:
+    places = torch.arange(S)
+    near = places[:, None] - places[None, :] < 4
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=causal(tokens) & near)
+
+
+def written(x: Tensor, tokens: Tensor) -> Tensor:
+    own = tokens.clone()
+    tokens[:, 3:5] = 0
+    return attended(x, tokens) + attended(x, own)
+
+
+def test_masks_that_stay() -> None:
+    assert served(biased, (drawn(), torch.ones(S, S))) == [[True]]
+    assert served(windowed, (drawn(), ones())) == [[True]]
+    assert served(attended, (drawn(), ones()), dynamic=True) == [[True]]
+    kept, tokens = Kept(), ones()
+    out = torch.compile(written, backend=kept, fullgraph=True)(x := drawn(), tokens)
+    torch.testing.assert_close(out, written(x, ones()))
+    assert kept.masks == [[True, True]]
+
+
+def layer(x: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sin()
+
+
+def checkpointed(x: Tensor, mask: Tensor) -> Tensor:
+    found: Tensor = torch.utils.checkpoint.checkpoint(layer, x, mask, use_reentrant=False)
+    return found
+
+
+@pytest.mark.parametrize("region", ["checkpoint", "nested_compile_region"])
+@pytest.mark.parametrize("first", ["ones", "padded"])
+def test_regions(first: str, region: str) -> None:
+    """The graph with masks has regions of its own."""
+    part = checkpointed if region == "checkpoint" else torch.compiler.nested_compile_region(layer)
+
+    def model(x: Tensor, tokens: Tensor) -> Tensor:
+        mask = causal(tokens)
+        return part(part(x, mask), mask)
+
+    kept = Kept()
+    compiled = torch.compile(model, backend=kept, fullgraph=True)
+    for mask in (ones(), padded()) if first == "ones" else (padded(), ones()):
+        x = drawn()
+        wanted = layer(layer(x, causal(mask)), causal(mask))
+        torch.testing.assert_close(compiled(x.clone().requires_grad_(), mask), wanted, atol=1e-5, rtol=1e-5)
+    assert [all(each) for each in kept.masks] == ([False, True] if first == "ones" else [True])
+    assert [any(each) for each in kept.masks] == ([False, True] if first == "ones" else [True])
+
+
+def test_processes_that_wait_for_each_other_have_one_graph() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,)))
+    assert unpadded._communicates(GraphModule(nn.Module(), graph))
+
+
+def test_a_capture_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    compiled = torch.compile(attended, backend=kept, fullgraph=True)
+    x = drawn()
+    compiled(x, ones())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call the model without attention_mask, or once before"):
+        compiled(x, ones())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    compiled(x, padded())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    torch.testing.assert_close(compiled(x, ones()), attended(x, ones()))
+    assert kept.masks == [[False], [True]]
+
+
+def test_little_attention_on_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = B * H * S * S * D
+    monkeypatch.setattr(unpadded, "_waits", lambda _: True)
+    for least, masked in ((work, False), (work + 1, True)):
+        torch._dynamo.reset()
+        monkeypatch.setattr(unpadded, "_LEAST_WORK", least)
+        assert served(attended, (drawn(), ones())) == [[masked]]
+
+
+class Step:
+    """Losses and gradients of a model, compiled by the backend and in eager mode."""
+
+    def __init__(self, architecture: str, **options: Any) -> None:
+        self.model = two_layers(architecture)
+        self.compiled = torch.compile(self.model, backend="fp8fn", options={"where": [], **options}, fullgraph=True)
+        self.tokens = torch.randint(0, 64, (B, S))
+
+    def differs(self, mask: Tensor) -> float:
+        """The largest difference among the logits of tokens that are no padding, the loss, and gradients."""
+        found, wanted = (self._run(model, mask) for model in (self.compiled, self.model))
+        return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+
+    def _run(self, model: Callable[..., Any], mask: Tensor) -> list[Tensor]:
+        self.model.zero_grad()
+        labels = self.tokens.where(mask.bool(), -100)
+        out = model(input_ids=self.tokens, attention_mask=mask, labels=labels)
+        if not torch.is_grad_enabled():
+            return [out.loss, out.logits[mask.bool()]]
+        out.loss.backward()
+        return [out.loss.detach(), out.logits[mask.bool()].detach(), *(p.grad.clone() for p in self.model.parameters())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral"])
+def test_training_steps_of_transformers(
+    architecture: str, fresh_caches: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights that change between the calls are those of both graphs; the backward of one may follow the other's."""
+    left = ones()
+    left[1, :5] = 0
+    step = Step(architecture)
+    with caplog.at_level(logging.INFO, "fp8fn"):
+        for mask in (ones(), padded(), left, ones()):
+            assert step.differs(mask) < 1e-5
+            with torch.no_grad():
+                for weight in step.model.parameters():
+                    weight.mul_(1.01)
+    assert caplog.text.count("attentions that do without a mask in batches without padding, as the first one: 2") == 1
+    assert caplog.text.count("a batch has padding: the graph is compiled again") == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Callable[[], Any], fresh_caches: None) -> None:
+    step = Step("Llama")
+    with mode():
+        for mask in (ones(), padded(), ones()):
+            assert step.differs(mask) < 1e-5
+
+
+def test_the_backward_of_the_first_graph_is_compiled_after_the_second(fresh_caches: None) -> None:
+    step = Step("Llama")
+    first = step.compiled(input_ids=step.tokens, attention_mask=ones(), labels=step.tokens).loss
+    assert step.differs(padded()) < 1e-5
+    step.model.zero_grad()
+    first.backward()
+    found = [p.grad.clone() for p in step.model.parameters()]
+    wanted = step._run(step.model, ones())[2:]
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_on_a_gpu(graphs: bool, monkeypatch: pytest.MonkeyPatch, fresh_caches: None) -> None:
+    monkeypatch.setattr(unpadded, "_LEAST_WORK", 0)
+    with torch.device("cuda"):
+        step = Step("Llama", **{"triton.cudagraphs": graphs})
+        for mask in (ones(), padded(), ones(), padded(), ones()):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert step.differs(mask) < 1e-3
