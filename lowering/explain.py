@@ -29,8 +29,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.launch import described
 from fp8fn.ops.layout import Block, matrix_strides, scale_dtype, scale_is_column_major, scale_shape
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.torch_private.core import is_traceable_wrapper_subclass

@@ -14,7 +14,7 @@ from fp8fn.lowering.costs import size_of
 from fp8fn.ops import gemm, grouped_gemm, scaled_grouped_mm
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.launch import described
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import Chip, Target, native_e4m3
 from fp8fn.site import Site

@@ -13,7 +13,7 @@ from fp8fn.meta import bypass, levels
 from fp8fn.ops import gemm as gemm_op
 from fp8fn.ops.grouped_gemm import bias_rows, sum_groups
 from fp8fn.ops.layout import Block, is_column_major, swap
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.scaled_mm import broadcast_batch
 from fp8fn.ops.torch_private.core import DispatchKeySet, SingleLevelFunction

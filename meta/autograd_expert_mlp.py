@@ -12,7 +12,7 @@ from fp8fn.meta import levels
 from fp8fn.ops import expert_mlp as mlp
 from fp8fn.ops.gemm import default_out_dtype, quantize_again
 from fp8fn.ops.layout import is_column_major
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.recipe import Recipe, check_grouped, parse_recipe
 from fp8fn.ops.torch_private.core import SingleLevelFunction
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8fn.ops.activations import ACTIVATION_BLOCKS
 from fp8fn.ops.gemm import product, quantize
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 
 
 def quantized_by_weight(

@@ -20,7 +20,7 @@ from fp8fn.ops import gemm as gemm_op
 from fp8fn.ops.cuda.runtime import call_cache, graph_capture
 from fp8fn.ops.cuda.runtime.call_cache import Program, Results, is_recording, keep, kind, recall
 from fp8fn.ops.layout import is_column_major, swap
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.torch_private.core import SingleLevelFunction
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime.call_cache import chained, kind
 from fp8fn.ops.layout import BLOCKS, WHOLE, Block, swap
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.targets import Chip
 
 Activations = Literal["16bit", "fp8", "fp8_fast"]

@@ -16,8 +16,7 @@ from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred, no_config
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.targets import Target, hopper_fault
 
 if TYPE_CHECKING:

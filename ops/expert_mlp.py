@@ -20,7 +20,7 @@ from fp8fn.ops.grouped_gemm import (
     wgrad_block,
 )
 from fp8fn.ops.layout import swap, unguarded
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_grouped_mm import check_grouping
 

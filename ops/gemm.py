@@ -12,7 +12,7 @@ from fp8fn.ops.cuda.runtime.call_cache import chained, kind
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_square, swap, unguarded
 from fp8fn.ops.mx_mm import is_mx
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import check_product

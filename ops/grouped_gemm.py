@@ -11,7 +11,7 @@ from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.gemm import quantize, quantize_both
 from fp8fn.ops.groups import group_of
 from fp8fn.ops.layout import Block, swap, unguarded
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_grouped_mm import (

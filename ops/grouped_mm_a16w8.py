@@ -18,8 +18,7 @@ from fp8fn.ops.groups import check_ends, check_offsets
 from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, deferred, takes_all
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mm_a16w8 import check_weight_operands, unserved
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.scaled_grouped_mm import check_group_bias, check_group_count, empty_grouped_output
 from fp8fn.ops.scaled_mm import Parts
 

@@ -23,7 +23,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Outputs, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.launch import Launch, described
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.targets import Target
 
 Refusal: TypeAlias = str | None

@@ -34,8 +34,7 @@ from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, no_config, takes_all
 from fp8fn.ops.layout import Block, matrix_strides
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.quantize_fused import check_gate_and_up
 from fp8fn.ops.scaled_mm import Parts, check_operand, empty_output
 from fp8fn.ops.targets import Target

@@ -13,8 +13,7 @@ from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred, takes_all
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import has_lines, span
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing
+from fp8fn.ops.operands import Quantized, RoutedProduct, Routing
 from fp8fn.ops.scaled_mm import Parts, check_operand
 from fp8fn.ops.targets import chip_of
 

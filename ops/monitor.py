@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8fn.ops import targets
 from fp8fn.ops.layout import known_block
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.reference.statistics import statistics
 from fp8fn.ops.statistics import OPERANDS, WIDTH, Column, Watched
 

@@ -15,8 +15,7 @@ from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.kernel import Choice, Dispatch, Kernel, Named, Tensors, deferred
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block, known_block
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
 from fp8fn.ops.targets import Target, chip_of
 from fp8fn.ops.triton.views import largest_offset

@@ -32,7 +32,7 @@ from fp8fn.ops.layout import (
     turned,
     unknown_block,
 )
-from fp8fn.ops.quantization import Quantization, empty_dual
+from fp8fn.ops.operands import Quantization, empty_dual
 from fp8fn.ops.targets import Target
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred
 from fp8fn.ops.layout import WHOLE, Block, contracts_rows, empty_data, empty_scale
-from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization, empty_dual
+from fp8fn.ops.operands import RMS_NORM, SILU_MUL, Quantization, empty_dual
 from fp8fn.ops.quantize import (
     check_layout,
     check_quantize,

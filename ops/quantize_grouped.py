@@ -12,7 +12,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.groups import ROWS, STEP, check_ends, check_offsets, empty_grouped
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, no_config
 from fp8fn.ops.layout import WHOLE, Block, known_block, swap
-from fp8fn.ops.quantization import Quantization, empty_grouped_dual
+from fp8fn.ops.operands import Quantization, empty_grouped_dual
 from fp8fn.ops.quantize import SQUARE, check_quantize, checked_dual_block, quantize_kernel, unserved
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.groups import check_ends, empty_grouped
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred
 from fp8fn.ops.layout import Block
-from fp8fn.ops.quantization import SILU_MUL, SILU_MUL_GRAD, Quantization, empty_grouped_dual
+from fp8fn.ops.operands import SILU_MUL, SILU_MUL_GRAD, Quantization, empty_grouped_dual
 from fp8fn.ops.quantize import checked_dual_block, unserved
 from fp8fn.ops.quantize_fused import unserved_by_blocks
 from fp8fn.ops.quantize_grouped import (

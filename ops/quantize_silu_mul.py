@@ -25,8 +25,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred
 from fp8fn.ops.layout import Block, contracts_rows, is_square, scale_shape, turned
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantization import SILU_MUL, Quantization, empty_dual
+from fp8fn.ops.operands import SILU_MUL, Quantization, Quantized, empty_dual
 from fp8fn.ops.quantize import (
     SQUARE,
     check_quantize,

@@ -28,8 +28,7 @@ from fp8fn.ops.groups import (
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, no_config, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import BLOCKS, WHOLE, Block, blocks_along, known_block, swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.scaled_mm import Parts, along_k, by_cuda, check_operand, check_product, configure_cuda, foreign_types
 
 if TYPE_CHECKING:

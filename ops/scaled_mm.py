@@ -16,8 +16,7 @@ from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred, no_compiler, no_config, takes_all
 from fp8fn.ops.layout import WHOLE, Block, known_block, scale_shape, turned, unknown_block
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.recipe import check_fast
 from fp8fn.ops.turn import column_major
 

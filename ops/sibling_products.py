@@ -17,8 +17,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.kernel import Dispatch, Kernel, deferred
 from fp8fn.ops.mm_a16w8 import check_matrices, check_weight_operands, unserved
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import Beside, WeightProduct
+from fp8fn.ops.operands import Beside, Quantized, WeightProduct
 from fp8fn.ops.scaled_mm import empty_output
 from fp8fn.ops.targets import Target
 

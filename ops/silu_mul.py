@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.layout import Block, empty_data, empty_scale
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantization import Quantization, empty_dual
+from fp8fn.ops.operands import Quantization, Quantized, empty_dual
 from fp8fn.ops.targets import Target
 
 # The forward keeps gate and up in this block, with float32 scales.

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 
 # The largest element of a block may exceed `fp8_max * scale` by the rounding of the scale.
 TOLERANCE: Final = 1 + 2**-20

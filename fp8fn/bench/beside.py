@@ -22,7 +22,7 @@ import triton.language as tl
 from fp8fn.bench import record
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig, plan
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, pointers
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import Target, hopper_fault, target_of
 from fp8fn.ops.tuning.problem import Problem, empty_product
 

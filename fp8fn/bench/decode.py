@@ -37,8 +37,7 @@ from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case, Row
 from fp8fn.bench.shapes import BATCH_DECODE, BATCHED, DECODE, GATE_UP, MX_DECODE, MX_MOE, QKV
 from fp8fn.ops.cuda.runtime import graph_capture
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.targets import target_of
 from fp8fn.timing import Call, Schedule
 

@@ -36,7 +36,7 @@ from fp8fn.bench.quant import SCHEDULE, bytes_moved
 from fp8fn.bench.shapes import DEEPGEMM_GROUPS, DEEPGEMM_MASKED, DEEPGEMM_WGRAD
 from fp8fn.ops.groups import spread_blocks
 from fp8fn.ops.layout import WHOLE
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 from fp8fn.ops.targets import target_of
 from fp8fn.timing import Call
 

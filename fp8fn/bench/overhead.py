@@ -17,7 +17,7 @@ import fp8fn
 from fp8fn.bench.record import write
 from fp8fn.cli import options
 from fp8fn.ops import reference
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 
 # The largest overhead, in microseconds.
 BARS: Final = {"quantize": 10.0, "gemm": 60.0}

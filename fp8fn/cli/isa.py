@@ -24,9 +24,7 @@ from fp8fn.cli.options import output_file, parser_of
 from fp8fn.cli.tune import sizes
 from fp8fn.ops import tuning
 from fp8fn.ops.layout import WHOLE, Block, empty_scale
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization, Quantized, ScaledProduct
 from fp8fn.ops.targets import GFX942, GFX950, Target, named_target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch, takes_architectures
 from fp8fn.ops.tuning.amd_isa import Assembly, Mix, parse

@@ -19,9 +19,7 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.kernel import Choice, Dispatch
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_square, scale_shape, swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization
+from fp8fn.ops.operands import RMS_NORM, SILU_MUL, Quantization, Quantized, ScaledProduct
 from fp8fn.ops.quantize import AMAX, QUANTIZE, Maxima
 from fp8fn.ops.quantize_fused import QUANTIZE_RMS_NORM, QUANTIZE_SILU_MUL
 from fp8fn.ops.quantize_silu_mul import QUANTIZE_SILU_MUL_BACKWARD, QUANTIZE_SILU_MUL_SAVED

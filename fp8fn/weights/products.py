@@ -13,7 +13,7 @@ from fp8fn.ops.formats import INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.grouped_mm_a16w8 import grouped_mm_a16w8_kernel
 from fp8fn.ops.layout import Block, is_column_major, is_square, known_block, moved, swap, turned
 from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.quantize import check_layout
 from fp8fn.weights.fp8_weight import FP8Weight, NoForm, implements
 from fp8fn.weights.views import t, transpose

@@ -16,7 +16,7 @@ from fp8fn.lowering.graph.views import Size, as_matrix, aten, equal, same_sizes,
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.limits import TMA_ALIGNMENT
 from fp8fn.ops.layout import Block, known_block, swap
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 
 RESHAPES: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SINGLE: Final = torch.ops.fp8fn.quantize.default

@@ -19,8 +19,7 @@ from torch.fx import Node
 from fp8fn.lowering.graph.nodes import arguments_of, tensor_of, value
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm import cublaslt
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.torch_private.core import pytree
 from fp8fn.version import __version__
 

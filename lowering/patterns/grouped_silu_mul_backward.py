@@ -37,7 +37,7 @@ from fp8fn.lowering.patterns.saved_silu_mul import Formula, unserved
 from fp8fn.lowering.patterns.silu_mul_backward import gates, is_matrix
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.quantize import quantize
-from fp8fn.ops.quantization import SILU_MUL_GRAD, Quantization
+from fp8fn.ops.operands import SILU_MUL_GRAD, Quantization
 
 NAME: Final = "grouped_silu_mul_backward"
 _OP: Final = torch.ops.fp8fn.quantize_silu_mul_grad_grouped_dual.default

@@ -47,7 +47,7 @@ from fp8fn.lowering.graph.views import Size, as_shape, aten, equal, same_sizes, 
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization
+from fp8fn.ops.operands import RMS_NORM, SILU_MUL, Quantization
 from fp8fn.ops.quantize_fused import why_not_rms_norm, why_not_silu_mul
 
 NAME: Final = "producers"

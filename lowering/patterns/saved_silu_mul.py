@@ -41,8 +41,7 @@ from fp8fn.ops import targets
 from fp8fn.ops.cuda.quantize import silu_mul
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.layout import Block, contracts_rows, is_square, known_block, swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantization import SILU_MUL, Quantization
+from fp8fn.ops.operands import SILU_MUL, Quantization, Quantized
 from fp8fn.ops.quantize import SQUARE
 from fp8fn.ops.silu_mul import SAVED_BLOCK, SavedSiluMul, SiluMulBackward
 

@@ -8,7 +8,7 @@ from fp8fn.ops.hip.build import HipKernel
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch, Wide
 from fp8fn.ops.hip.mx_mm import THREADS, TYPES, check_span, grid, lines, stride
-from fp8fn.ops.products import RoutedProduct
+from fp8fn.ops.operands import RoutedProduct
 from fp8fn.ops.triton.views import ceil_div
 
 _MOST_TILES: Final = 4  # tiles of 16 rows in a block

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8fn.ops.hip.build import HipKernel
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch, Wide
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.triton.views import batched, ceil_div, largest_offset
 
 TYPES: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16", torch.float32: "Element::FP32"}

@@ -13,8 +13,7 @@ from fp8fn.ops.hip.envelope import GEMV_ROWS, MFMA_ROWS, MOST_SPLITS
 from fp8fn.ops.hip.launch import HipLaunch
 from fp8fn.ops.hip.moe_gemm import plan_moe
 from fp8fn.ops.hip.mx_mm import plan_gemv, plan_mfma
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct
+from fp8fn.ops.operands import Quantized, RoutedProduct, Routing, ScaledProduct
 from fp8fn.ops.targets import GFX950
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import Routing
+from fp8fn.ops.operands import Quantized, Routing
 from fp8fn.ops.reference.quantize import dequantize
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8fn.ops.groups import counted, most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE, is_column_major
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.reference.quantize import spread as repeated
 from fp8fn.ops.reference.scaled_mm import _dequantized, _widened
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import Block, is_column_major
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.reference.quantize import spread
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.views import ceil_div, is_wide

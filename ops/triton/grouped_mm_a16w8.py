@@ -11,7 +11,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.triton.group_tiles import borders, group_at, places_of
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mm_a16w8 import (

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.layout import WHOLE, Block
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.overlap import overlapping, overlaps, wait

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8fn.ops.products import RoutedProduct
+from fp8fn.ops.operands import RoutedProduct
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm import load_tile, widened
 from fp8fn.ops.triton.scale import scale_value, storage

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm import load_tile, scale_strides, strides
 from fp8fn.ops.triton.scale import storage

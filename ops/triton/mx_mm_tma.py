@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.triton.boxes import boxes, load_box, matrix_of
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm_scaled import FORMATS

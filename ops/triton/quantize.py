@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, as_batch, contracts_rows, is_column_major, is_square
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization, Quantized
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.amax import plan_partial_amax, plan_partial_amax_rows
 from fp8fn.ops.triton.launch import TritonLaunch

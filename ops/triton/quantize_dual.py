@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fp8fn.ops.layout import BLOCKS, WHOLE, Block, as_batch, contracts_rows, is_square
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8fn.ops.groups import ROWS, spread_blocks, spread_unit
 from fp8fn.ops.layout import WHOLE, is_square
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import ceil_div, is_wide

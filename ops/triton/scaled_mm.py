@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fp8fn.ops.layout import WHOLE, Block, swap
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch

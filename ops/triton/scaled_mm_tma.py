@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.layout import WHOLE, Block
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import BY_TMA, OCP, Target
 from fp8fn.ops.triton.boxes import boxes, load_box, store_box
 from fp8fn.ops.triton.launch import TritonLaunch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8fn.ops.formats import fp8_max
 from fp8fn.ops.layout import WHOLE, as_batch, is_column_major
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.statistics import TOLERANCE, Column, Watched, least_exponent, mantissa_bits
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8fn.ops.groups import STEP, most_tokens, spread_blocks
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.triton.boxes import boxes, load_box
 from fp8fn.ops.triton.group_tiles import borders, group_at, places, places_of, tile_rows
 from fp8fn.ops.triton.launch import TritonLaunch

@@ -14,9 +14,7 @@ from torch import Tensor
 from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm, quantize_grouped, reference, scaled_grouped_mm, scaled_mm
 from fp8fn.ops.kernel import Dispatch
 from fp8fn.ops.layout import swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization, Quantized, RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Chip, Target, native_e4m3
 from fp8fn.ops.tuning import mx

@@ -16,7 +16,7 @@ from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
 from fp8fn.ops.cuda.runtime.call_cache import start
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, pointers
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import Chip, Target
 from fp8fn.ops.tuning.model import config_name
 from fp8fn.ops.tuning.problem import Problem, empty_product

@@ -18,8 +18,7 @@ from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.groups import ROWS, empty_grouped, unit_of
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.layout import WHOLE, Block, empty_scale, swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.targets import Chip, Target, chip_of, hopper_fault, native_e4m3, target_of_chip
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.tuning.amd import config_of, is_aligned

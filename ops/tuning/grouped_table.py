@@ -12,7 +12,7 @@ from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.groups import ROWS
 from fp8fn.ops.kernel import Named, no_compiler
 from fp8fn.ops.layout import WHOLE, Block
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 from fp8fn.ops.targets import Chip, Target, chip_of, hopper_fault, native_e4m3, target_of_chip
 from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, verdict
 

@@ -21,7 +21,7 @@ from math import ceil, fsum, hypot, log
 from typing import Final
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import Chip, chip_of
 from fp8fn.ops.tuning.nearest import nearest
 from fp8fn.ops.tuning.problem import Problem, problem_of

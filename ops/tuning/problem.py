@@ -11,8 +11,7 @@ import torch
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, scale_kind
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import Chip, Target
 

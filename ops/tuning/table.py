@@ -22,7 +22,7 @@ from fp8fn.ops.cuda.gemm.operands import OUT, TYPES
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.kernel import Named
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import Chip, chip_of
 from fp8fn.ops.tuning.model import config_of, runs
 from fp8fn.ops.tuning.nearest import nearest

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, Block, empty_scale
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.targets import Target, hopper_fault, native_e4m3
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.tuning import amd

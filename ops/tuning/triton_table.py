@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fp8fn.ops.kernel import Named
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import Chip, chip_of, target_of_chip
 from fp8fn.ops.tuning import amd
 from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, lookup

@@ -14,7 +14,7 @@ from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.kernel import Named
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.targets import Chip, chip_of, fp8_dtypes, hopper_fault, target_of_chip
 from fp8fn.ops.tuning.measured import Form, Key, check_sizes, verdict
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem

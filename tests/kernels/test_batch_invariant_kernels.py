@@ -23,8 +23,7 @@ from fp8fn.ops.cuda.gemm.splitk_a16w8 import SplitKConfig, with_stages
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.layout import Block
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.targets import SM89, SM90, SM100, Target
 from fp8fn.ops.tuning.model import alike
 from fp8fn.ops.tuning.problem import Problem, empty_product, problem_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8fn import ScaledTensor
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.quantize.quantize import configure, plan
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.reference.quantize import quantize
 from support.cuda_emulator import emulate, needs_compiler
 from support.far import FAR, far

@@ -11,7 +11,7 @@ from torch import Tensor
 import fp8fn
 from fp8fn.ops import reference
 from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.quantize import quantize_kernel
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
 

@@ -26,8 +26,7 @@ from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.groups import ROWS, empty_grouped
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap, turned
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing, WeightProduct
+from fp8fn.ops.operands import Quantized, RoutedProduct, Routing, WeightProduct
 from fp8fn.ops.reference.quantize import spread
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.sort_tokens import sort_tokens

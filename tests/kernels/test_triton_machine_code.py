@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 
 from fp8fn.cli.isa import OPS, assembly, product_launch
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale
-from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.quantization import empty_dual
+from fp8fn.ops.operands import ScaledProduct, empty_dual
 from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch, resources

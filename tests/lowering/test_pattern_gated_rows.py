@@ -17,7 +17,7 @@ from fp8fn.lowering.patterns import gated_rows
 from fp8fn.ops import mm_a16w8, reference
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.mm_a16w8 import SILU_MUL_MM_A16W8, serves_gated
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.targets import GFX942, SM90
 from support.accuracy import snr
 from support.cuda_emulator import hopper_on_cpu, needs_compiler

@@ -15,8 +15,7 @@ from fp8fn.ops import dequantize, reference
 from fp8fn.ops.dequantize import DEQUANTIZE, Dequantization, dequantized
 from fp8fn.ops.layout import Block, swap
 from fp8fn.ops.mm_a16w8 import MM_A16W8
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.triton.dequantize import plan_dequantize
 from support.accuracy import snr

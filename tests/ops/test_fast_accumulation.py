@@ -16,7 +16,7 @@ import fp8fn
 from fp8fn.ops import scaled_mm
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.model import modelled

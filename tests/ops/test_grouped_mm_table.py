@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8fn.cli import tune_op
 from fp8fn.ops import grouped_gemm, reference
 from fp8fn.ops.layout import swap
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
 from fp8fn.ops.targets import SM90, Chip, Target, named_target, target_of_chip
 from fp8fn.ops.tuning import chain_device, grouped_mm_table, measured

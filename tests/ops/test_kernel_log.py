@@ -14,9 +14,7 @@ from fp8fn.lowering.explain import explain
 from fp8fn.ops import kernel, reference, targets
 from fp8fn.ops.kernel import Dispatch
 from fp8fn.ops.mm_a16w8 import MM_A16W8
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct, WeightProduct
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization, Quantized, ScaledProduct, WeightProduct
 from fp8fn.ops.quantize import QUANTIZE
 from fp8fn.ops.recipe import BLOCKWISE
 from fp8fn.ops.scaled_mm import SCALED_MM

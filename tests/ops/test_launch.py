@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, fp8_max
 from fp8fn.ops.layout import empty_data, empty_scale
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.reference.quantize import quantize
 from fp8fn.ops.targets import (
     CPU,

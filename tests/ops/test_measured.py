@@ -22,7 +22,7 @@ from fp8fn.ops import moe_gemm, mx_mm
 from fp8fn.ops.kernel import choose
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mm_a16w8 import KERNELS
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.targets import SM90, Chip, Target, chip_of
 from fp8fn.ops.tuning import measured, op_sweep, weight_table
 from fp8fn.ops.tuning.chain_device import weight_bench

@@ -95,9 +95,9 @@ def test_a_first_product_on_hopper_imports_no_triton() -> None:
 import sys
 import torch
 import fp8fn
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantized
+from fp8fn.ops.operands import ScaledProduct
+from fp8fn.ops.operands import Quantization
 from fp8fn.ops.quantize import QUANTIZE
 from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import SM90

@@ -44,8 +44,7 @@ from fp8fn.ops.cuda.runtime.call_cache import Call, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import problem_of
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.scaled_mm import empty_output
 from fp8fn.ops.triton.launch import TritonLaunch
 from support.products import mx_product

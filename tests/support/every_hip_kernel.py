@@ -11,7 +11,7 @@ import torch
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.moe_gemm import plan_moe
 from fp8fn.ops.hip.mx_mm import plan_gemv, plan_mfma
-from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct
+from fp8fn.ops.operands import RoutedProduct, Routing, ScaledProduct
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Target
 from support import kernel_info

@@ -51,9 +51,20 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block, matrix_strides
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import Beside, RoutedProduct, Routing, ScaledProduct, WeightProduct
-from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization, Source
+from fp8fn.ops.operands import (
+    PLAIN,
+    RMS_NORM,
+    SILU_MUL,
+    SILU_MUL_GRAD,
+    Beside,
+    Quantization,
+    Quantized,
+    RoutedProduct,
+    Routing,
+    ScaledProduct,
+    Source,
+    WeightProduct,
+)
 from fp8fn.ops.quantize_silu_mul import (
     quantize_silu_mul_backward_reference,
     quantize_silu_mul_saved_reference,

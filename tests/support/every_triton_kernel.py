@@ -13,9 +13,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference
 from fp8fn.ops.layout import BLOCKS, WHOLE, Block, matrix_strides, scale_shape
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization, Quantized, RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.quantize_grouped import GROUPED_BLOCKS
 from fp8fn.ops.reference.statistics import statistics

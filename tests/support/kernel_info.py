@@ -19,9 +19,7 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import reference
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, ScaledProduct
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization, Quantized, RoutedProduct, ScaledProduct
 from fp8fn.ops.targets import Target
 from support.accuracy import differing
 from support.cuda_emulator import extent

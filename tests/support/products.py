@@ -13,8 +13,7 @@ from fp8fn.ops.kernel import choose
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mm_a16w8 import KERNELS
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
+from fp8fn.ops.operands import Quantized, RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
 from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import SM90, Chip, Target

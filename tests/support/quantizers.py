@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.layout import Block, swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization
+from fp8fn.ops.operands import RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization, Quantized
 from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.triton.launch import TritonLaunch
 

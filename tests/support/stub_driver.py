@@ -17,9 +17,7 @@ from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.call_cache import Call, call_of
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, empty_data, empty_scale
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.quantization import RMS_NORM
+from fp8fn.ops.operands import RMS_NORM, Quantized, ScaledProduct
 from fp8fn.ops.targets import SM90
 from support.quantizers import quantization
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, scale_kind
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import hopper_fault
 
 RECIPES: Final = {

@@ -28,7 +28,7 @@ from fp8fn.ops.cuda.limits import (
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import round_up
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 

@@ -11,7 +11,7 @@ from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.products import RoutedProduct, ScaledProduct
+from fp8fn.ops.operands import RoutedProduct, ScaledProduct
 from fp8fn.ops.targets import Target, hopper_fault
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 

@@ -16,7 +16,7 @@ from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.limits import TMA_ALIGNMENT
 from fp8fn.ops.layout import WHOLE, Block, round_up
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import BESIDE, WeightProduct
+from fp8fn.ops.operands import BESIDE, Quantized, WeightProduct
 
 TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 INPUTS: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16"}

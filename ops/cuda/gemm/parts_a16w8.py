@@ -32,8 +32,7 @@ from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import round_up
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import BESIDE, ScaledProduct, WeightProduct
+from fp8fn.ops.operands import BESIDE, Quantized, ScaledProduct, WeightProduct
 from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 

@@ -18,7 +18,7 @@ from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.groups import unit_of
 from fp8fn.ops.layout import WHOLE, round_up
-from fp8fn.ops.products import BESIDE, ScaledProduct
+from fp8fn.ops.operands import BESIDE, ScaledProduct
 from fp8fn.ops.targets import OCP, hopper_fault
 
 BK: Final = 128

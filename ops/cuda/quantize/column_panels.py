@@ -16,8 +16,7 @@ from fp8fn.ops.cuda.limits import MOST_BLOCKS
 from fp8fn.ops.cuda.quantize.operands import hardware_fault, is_aligned, offsets_fault, rows_fault
 from fp8fn.ops.cuda.runtime.launch import TensorMap
 from fp8fn.ops.layout import WHOLE, is_column_major
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantization import PLAIN, Quantization
+from fp8fn.ops.operands import PLAIN, Quantization, Quantized
 
 # A block's share of the rows is a multiple of it.
 SECTOR_ROWS: Final = 32

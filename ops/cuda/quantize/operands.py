@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.limits import MOST_BLOCKS
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 from fp8fn.ops.targets import OCP, hopper_fault
 
 # Columns that a thread loads and stores at once.

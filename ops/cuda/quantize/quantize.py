@@ -25,8 +25,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.groups import spread_blocks, spread_unit
 from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_square
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantization import OUTPUTS, PLAIN, RMS_NORM, SILU_MUL_GRAD, Quantization
+from fp8fn.ops.operands import OUTPUTS, PLAIN, RMS_NORM, SILU_MUL_GRAD, Quantization, Quantized
 
 BLOCK_SHAPES: Final[tuple[Block, ...]] = ((1, 128), (128, 1), (128, 128))
 _TILE_COLUMNS: Final = 128

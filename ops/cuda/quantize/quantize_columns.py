@@ -21,7 +21,7 @@ from fp8fn.ops.cuda.quantize.column_panels import (
 from fp8fn.ops.cuda.quantize.operands import OCTET, is_aligned, types
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 
 
 @dataclass(frozen=True)

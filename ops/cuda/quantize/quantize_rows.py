@@ -21,8 +21,7 @@ from fp8fn.ops.cuda.quantize.operands import (
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import WHOLE, is_column_major
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantization import PLAIN, SILU_MUL, Quantization, Source
+from fp8fn.ops.operands import PLAIN, SILU_MUL, Quantization, Quantized, Source
 
 # The most octets of 16-bit columns that a thread holds: four blocks or more then fit a multiprocessor's registers. Of
 # products in float32 two do.

@@ -18,7 +18,7 @@ from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import WHOLE, Block, is_column_major
-from fp8fn.ops.quantization import PLAIN, Quantization
+from fp8fn.ops.operands import PLAIN, Quantization
 from fp8fn.ops.targets import Target, hopper_fault
 
 _TILE_COLUMNS: Final = 128

@@ -20,7 +20,7 @@ from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import WHOLE, Block, is_column_major
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 
 # A block of `rms_norm.cu` has 256 threads. A pass is one octet of 8 columns for each; a thread holds 8 octets.
 _PASS: Final = 2048

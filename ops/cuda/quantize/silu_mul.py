@@ -18,7 +18,7 @@ from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block, is_square
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.silu_mul import SavedSiluMul, SiluMulBackward
 from fp8fn.ops.targets import OCP, hopper_fault
 

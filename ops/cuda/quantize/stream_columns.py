@@ -26,7 +26,7 @@ from fp8fn.ops.cuda.quantize.operands import outgrows_l2, types
 from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, function_of
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 from fp8fn.ops.targets import Target
 
 # Up to so many rows, `quantize_columns.cu`, which has no ring, is as fast or faster.

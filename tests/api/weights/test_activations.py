@@ -23,7 +23,7 @@ from fp8fn.ops.cuda.runtime.call_cache import Program
 from fp8fn.ops.formats import ScaleFormat
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.rates import NAMED
 from support.accuracy import same_bits, snr

@@ -18,8 +18,7 @@ from fp8fn.ops.cuda.gemm.parts_a16w8 import accepts, configure_groups, untuned_g
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.grouped_mm_a16w8 import GROUPED_MM_A16W8
 from fp8fn.ops.layout import Block, empty_scale
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.targets import SM90, SM100
 from support.accuracy import snr
 from support.compilers import assert_no_spills, needs_nvrtc

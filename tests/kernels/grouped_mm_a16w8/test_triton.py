@@ -18,7 +18,7 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import reference
 from fp8fn.ops.grouped_mm_a16w8 import GROUPED_MM_A16W8
 from fp8fn.ops.layout import Block, empty_scale
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
 from fp8fn.ops.triton.grouped_mm_a16w8 import configure, plan_grouped_mm_a16w8
 from fp8fn.ops.triton.launch import TritonLaunch

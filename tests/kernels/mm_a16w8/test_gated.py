@@ -20,7 +20,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
 from fp8fn.ops.cuda.limits import SHARED_LIMIT
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.targets import GFX942, SM90, Target
 from support.accuracy import snr
 from support.compilers import assert_well_compiled, needs_nvrtc

@@ -27,8 +27,7 @@ from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
 from fp8fn.ops.mm_a16w8 import MM_A16W8_INVARIANT
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mm_a16w8 import A16W8Config, choose_config, configure, plan_mm_a16w8

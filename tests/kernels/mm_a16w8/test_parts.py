@@ -21,7 +21,7 @@ from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.launch import described
 from fp8fn.ops.layout import Block
-from fp8fn.ops.products import Beside, WeightProduct
+from fp8fn.ops.operands import Beside, WeightProduct
 from fp8fn.ops.targets import SM100
 from fp8fn.ops.tuning.weight import WeightProblem
 from support.accuracy import snr

@@ -16,8 +16,7 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import sibling_products as op
 from fp8fn.ops.cuda.gemm import a16w8_tiles
 from fp8fn.ops.cuda.gemm.a16w8_tiles import A16W8TilesConfig, accepts_beside
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import Beside, WeightProduct
+from fp8fn.ops.operands import Beside, Quantized, WeightProduct
 from fp8fn.ops.targets import GFX942, SM90, Target
 from support.accuracy import snr
 from support.compilers import assert_well_compiled, needs_nvrtc

@@ -21,8 +21,7 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import moe_gemm as moe
 from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing
+from fp8fn.ops.operands import Quantized, RoutedProduct, Routing
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch

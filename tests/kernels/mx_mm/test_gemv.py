@@ -26,8 +26,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import MX_MM, choose, problem_of
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing
+from fp8fn.ops.operands import Quantized, RoutedProduct, Routing
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, Target, target_of
 from fp8fn.ops.tuning.mx import MoeProblem, Problem

@@ -28,7 +28,7 @@ from fp8fn.ops.hip.launch import HipLaunch, check_parameters
 from fp8fn.ops.hip.runtime import HipError
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, MX_MM, _problem, choose, problem_of
-from fp8fn.ops.products import Routing, ScaledProduct
+from fp8fn.ops.operands import Routing, ScaledProduct
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, Table, shipped

@@ -18,8 +18,7 @@ from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch
 from fp8fn.ops.hip.moe_gemm import plan_moe
 from fp8fn.ops.hip.mx_mm import lines
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import RoutedProduct, Routing
+from fp8fn.ops.operands import Quantized, RoutedProduct, Routing
 from fp8fn.ops.targets import GFX950
 from fp8fn.ops.tuning.mx import shipped
 from support.hip_on_host import needs_compiler, run_on_host

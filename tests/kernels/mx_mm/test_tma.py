@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from fp8fn import ScaledTensor
 from fp8fn.ops.layout import empty_data, empty_scale, turned
 from fp8fn.ops.mx_mm import KERNELS, MX_MM, choose, problem_of
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, SM120, Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm_tma import plan_mx_mm_tma

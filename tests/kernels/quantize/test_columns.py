@@ -30,7 +30,7 @@ from fp8fn.ops.cuda.quantize.stream_columns import (
 from fp8fn.ops.cuda.quantize.walk_columns import WalkConfig
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 from fp8fn.ops.quantize import quantize_kernel
 from fp8fn.ops.quantize_grouped import quantize_grouped_kernel
 from fp8fn.ops.targets import SM100

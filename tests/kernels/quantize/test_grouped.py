@@ -25,7 +25,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
 from fp8fn.ops.groups import empty_grouped, most_tokens, spread_blocks, spread_rows, unit_of
 from fp8fn.ops.layout import Block, swap
-from fp8fn.ops.quantization import empty_grouped_dual
+from fp8fn.ops.operands import empty_grouped_dual
 from fp8fn.ops.quantize_grouped import (
     GROUPED_BLOCKS,
     quantize_grouped_dual_kernel,

@@ -17,7 +17,7 @@ from fp8fn.ops.cuda.quantize.walk_columns import WalkConfig
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 from support.accuracy import same_bits
 from support.compilers import needs_nvrtc
 from support.cuda_emulator import hopper_on_cpu, needs_compiler

@@ -16,7 +16,7 @@ from fp8fn.ops import targets
 from fp8fn.ops.cuda.quantize import rms_norm
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.layout import Block
-from fp8fn.ops.quantization import RMS_NORM
+from fp8fn.ops.operands import RMS_NORM
 from fp8fn.ops.quantize_fused import (
     quantize_add_rms_norm_kernel,
     quantize_add_rms_norm_reference,

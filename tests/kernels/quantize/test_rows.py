@@ -16,7 +16,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.quantize import quantize_rows as rows
 from fp8fn.ops.cuda.quantize.quantize_rows import default_config
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.quantization import SILU_MUL
+from fp8fn.ops.operands import SILU_MUL
 from fp8fn.ops.quantize import quantize_kernel
 from fp8fn.ops.quantize_fused import quantize_silu_mul_kernel
 from fp8fn.ops.targets import SM100

@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
 from fp8fn.ops.layout import BLOCKS, Block, contracts_rows, empty_data, empty_scale, swap, turned
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantization import empty_dual
+from fp8fn.ops.operands import Quantized, empty_dual
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.reference.quantize import quantize
 from fp8fn.ops.targets import GFX950, SM90, SM120, Target

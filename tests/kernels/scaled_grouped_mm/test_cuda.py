@@ -21,9 +21,7 @@ from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, empty_data, empty_scale, is_square, swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.quantization import PLAIN, SILU_MUL, SILU_MUL_GRAD, Source
+from fp8fn.ops.operands import PLAIN, SILU_MUL, SILU_MUL_GRAD, Quantized, ScaledProduct, Source
 from fp8fn.ops.quantize import SQUARE
 from fp8fn.ops.quantize_grouped import quantize_grouped_dual_kernel, quantize_grouped_kernel
 from fp8fn.ops.quantize_grouped_fused import (

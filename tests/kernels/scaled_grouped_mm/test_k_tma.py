@@ -17,8 +17,7 @@ pytest.importorskip("triton")
 from fp8fn.ops import reference
 from fp8fn.ops.groups import STEP, empty_grouped, unit_of
 from fp8fn.ops.layout import Block, swap
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
 from fp8fn.ops.targets import SM90, SM100, SM120, Chip, Target
 from fp8fn.ops.triton.gemm_config import GemmConfig

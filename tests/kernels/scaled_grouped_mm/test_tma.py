@@ -16,8 +16,7 @@ pytest.importorskip("triton")
 
 from fp8fn.ops import reference
 from fp8fn.ops.layout import Block, empty_data, empty_scale, turned
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
 from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, SM120, Chip, Target
 from fp8fn.ops.triton.gemm_config import GemmConfig

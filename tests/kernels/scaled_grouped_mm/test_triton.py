@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from fp8fn.ops import reference
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.operands import Quantized
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.gemm_config import GemmConfig

@@ -16,7 +16,7 @@ from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig, plan
 from fp8fn.ops.cuda.runtime import counters
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, pointers
 from fp8fn.ops.layout import matrix_strides
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.reference.quantize import quantize
 from fp8fn.ops.targets import SM90, Target, target_of
 from support.configs import KINDS, SCALED_MM

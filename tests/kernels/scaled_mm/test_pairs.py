@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fp8fn.ops.layout import BLOCKS, Block, contracts_rows, empty_data, empty_scale, is_square
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import SM90
 

@@ -24,7 +24,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.layout import Block, empty_data, empty_scale
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target
 from fp8fn.ops.tuning.model import pairs, tiles
 from fp8fn.ops.tuning.problem import Problem as TunedProblem

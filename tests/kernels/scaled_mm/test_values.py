@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig, accepts, plan
 from fp8fn.ops.cuda.runtime.launch import pointers
 from fp8fn.ops.layout import matrix_strides
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.reference.quantize import quantize, spread
 from fp8fn.ops.targets import SM90, Target
 from support.accuracy import snr

@@ -10,7 +10,7 @@ from fp8fn.ops.cuda.quantize.quantize_columns import ColumnsConfig
 from fp8fn.ops.cuda.quantize.stream_columns import StreamConfig
 from fp8fn.ops.cuda.quantize.walk_columns import WalkConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.operands import Quantization
 from fp8fn.ops.quantize import QUANTIZE
 from fp8fn.ops.quantize_grouped import QUANTIZE_GROUPED
 

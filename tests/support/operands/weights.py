@@ -13,7 +13,7 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.layout import Block, empty_scale
-from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.operands import WeightProduct
 from support.accuracy import snr
 from support.products import weight_product
 
