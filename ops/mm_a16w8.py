@@ -28,8 +28,8 @@ from fp8fn.ops.activations import (
     quantized_product,
     why_16_bits,
 )
-from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.cuda.limits import MOST_BLOCKS, TMA_ALIGNMENT
+from fp8fn.ops.cuda.operands import map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, deferred, no_config, takes_all

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import kernel, reference, targets
-from fp8fn.ops.cuda.gemm.operands import map_fault
+from fp8fn.ops.cuda.operands import map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.kernel import Choice, Dispatch, Kernel, Named, Tensors, deferred
 from fp8fn.ops.launch import Launch

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
-from fp8fn.ops.cuda.gemm.operands import map_fault
+from fp8fn.ops.cuda.operands import map_fault
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, deferred, no_compiler, no_config, takes_all
 from fp8fn.ops.layout import WHOLE, Block, known_block, scale_shape, turned, unknown_block

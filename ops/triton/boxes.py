@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8fn.ops.cuda.gemm.operands import as_batch
+from fp8fn.ops.cuda.operands import as_batch
 
 
 @triton.jit

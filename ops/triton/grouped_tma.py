@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8fn.ops.cuda.gemm.operands import as_batch, map_fault
+from fp8fn.ops.cuda.operands import as_batch, map_fault
 from fp8fn.ops.groups import most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.mx_mm import is_mx

@@ -8,7 +8,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from fp8fn.ops.cuda.gemm.operands import map_fault
+from fp8fn.ops.cuda.operands import map_fault
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import BY_TMA, OCP, Target

@@ -18,8 +18,8 @@ from typing import Any, Final, TypeGuard, TypeVar
 
 from fp8fn.ops.code_cache import cache_dir, replace_whole, warn_once
 from fp8fn.ops.cuda.gemm import cublaslt
-from fp8fn.ops.cuda.gemm.operands import OUT, TYPES
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
+from fp8fn.ops.cuda.operands import OUT, TYPES
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.operands import ScaledProduct

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8fn.ops.cuda.gemm.operands import is_k_contiguous
+from fp8fn.ops.cuda.operands import is_k_contiguous
 from fp8fn.ops.layout import Block, empty_scale
 from fp8fn.ops.operands import Quantized, WeightProduct
 from fp8fn.ops.targets import SM90, Target, native_e4m3

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, parts_a16w8, splitk_a16w8
-from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES
 from fp8fn.ops.cuda.limits import ceil_power_of_two
+from fp8fn.ops.cuda.operands import INPUTS, SCALES
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.operands import WeightProduct

@@ -17,10 +17,10 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import mm_a16w8, scaled_mm
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
 from fp8fn.ops.cuda.gemm import parts_a16w8, splitk_a16w8
-from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.gemm.splitk_a16w8 import SplitKConfig, with_stages
 from fp8fn.ops.cuda.limits import ceil_power_of_two
+from fp8fn.ops.cuda.operands import map_fault
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operands import Quantized, WeightProduct

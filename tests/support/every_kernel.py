@@ -33,8 +33,8 @@ if __name__ == "__main__":  # a script has its own folder on the path, and not t
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, parts_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
-from fp8fn.ops.cuda.gemm.operands import PARTS, SCALES
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, ScaledMmConfig
+from fp8fn.ops.cuda.operands import PARTS, SCALES
 from fp8fn.ops.cuda.quantize import (
     quantize,
     quantize_rows,

@@ -11,7 +11,9 @@ from typing import Final
 import torch
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
-from fp8fn.ops.cuda.gemm.operands import (
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
+from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster
+from fp8fn.ops.cuda.operands import (
     INPUTS,
     OUT,
     PARTS,
@@ -24,8 +26,6 @@ from fp8fn.ops.cuda.gemm.operands import (
     scale_step,
     strides_of_scales,
 )
-from fp8fn.ops.cuda.gemm.wgmma import Wgmma
-from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block, round_up

@@ -7,7 +7,15 @@ from typing import Final
 
 import torch
 
-from fp8fn.ops.cuda.gemm.operands import (
+from fp8fn.ops.cuda.limits import (
+    LARGEST,
+    MOST_BLOCKS,
+    RESERVED,
+    SHARED_LIMIT,
+    ceil_power_of_two,
+    floor_power_of_two,
+)
+from fp8fn.ops.cuda.operands import (
     INPUTS,
     SCALES,
     batch_step,
@@ -16,14 +24,6 @@ from fp8fn.ops.cuda.gemm.operands import (
     is_k_contiguous,
     map_fault,
     types_of,
-)
-from fp8fn.ops.cuda.limits import (
-    LARGEST,
-    MOST_BLOCKS,
-    RESERVED,
-    SHARED_LIMIT,
-    ceil_power_of_two,
-    floor_power_of_two,
 )
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Final
 
 from fp8fn.ops.cuda.gemm.gemv_a16w8 import GemvConfig, divide_memory
-from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, batch_step
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
+from fp8fn.ops.cuda.operands import OUT, TYPES, batch_step
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.operands import RoutedProduct, ScaledProduct

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import splitk_a16w8
-from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.scaled_mm import BK
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT
+from fp8fn.ops.cuda.operands import INPUTS, SCALES, as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.operands import WeightProduct

@@ -9,9 +9,9 @@ from typing import Final
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_mx
-from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, batch_step
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, floor_power_of_two
+from fp8fn.ops.cuda.operands import OUT, TYPES, as_batch, batch_step
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import round_up

@@ -18,7 +18,9 @@ from typing import Final
 import torch
 
 from fp8fn.ops.cuda.gemm import mm_a16w8, scaled_mm
-from fp8fn.ops.cuda.gemm.operands import (
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
+from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS
+from fp8fn.ops.cuda.operands import (
     INPUTS,
     PARTS,
     SCALES,
@@ -27,8 +29,6 @@ from fp8fn.ops.cuda.gemm.operands import (
     map_fault,
     strides_of_scales,
 )
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
-from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import round_up

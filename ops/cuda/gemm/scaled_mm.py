@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, map_fault
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT
+from fp8fn.ops.cuda.operands import OUT, TYPES, as_batch, map_fault
 from fp8fn.ops.cuda.runtime.counters import MOST_LISTS
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel

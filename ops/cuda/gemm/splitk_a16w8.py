@@ -12,7 +12,6 @@ import torch
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STAGE_K, ClusterConfig, arriving_bytes, scale_bytes, stages_of
-from fp8fn.ops.cuda.gemm.operands import as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import (
     MOST_BLOCKS,
@@ -23,6 +22,7 @@ from fp8fn.ops.cuda.limits import (
     floor_power_of_two,
     largest_cluster,
 )
+from fp8fn.ops.cuda.operands import as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block

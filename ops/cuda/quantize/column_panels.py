@@ -11,9 +11,8 @@ from typing import Final
 
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.operands import as_batch
 from fp8fn.ops.cuda.limits import MOST_BLOCKS
-from fp8fn.ops.cuda.quantize.operands import hardware_fault, is_aligned, offsets_fault, rows_fault
+from fp8fn.ops.cuda.operands import as_batch, hardware_fault, is_aligned, offsets_fault, rows_fault
 from fp8fn.ops.cuda.runtime.launch import TensorMap
 from fp8fn.ops.layout import WHOLE, is_column_major
 from fp8fn.ops.operands import PLAIN, Quantization, Quantized

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from fp8fn.ops.cuda.quantize.operands import (
+from fp8fn.ops.cuda.operands import (
     OCTET,
     hardware_fault,
     input_type,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fp8fn.ops.cuda.limits import SHARED_LIMIT
+from fp8fn.ops.cuda.operands import OCTET, is_aligned, types
 from fp8fn.ops.cuda.quantize.column_panels import (
     SECTOR_ROWS,
     columns_fault,
@@ -18,7 +19,6 @@ from fp8fn.ops.cuda.quantize.column_panels import (
     scale_lead,
     typical_rows,
 )
-from fp8fn.ops.cuda.quantize.operands import OCTET, is_aligned, types
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.operands import Quantization

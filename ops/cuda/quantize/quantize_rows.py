@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-from fp8fn.ops.cuda.quantize.operands import (
+from fp8fn.ops.cuda.operands import (
     OCTET,
     hardware_fault,
     is_aligned,

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fp8fn.ops.cuda.operands import OCTET, hardware_fault, input_type, is_aligned, rows_fault, types
 from fp8fn.ops.cuda.quantize import quantize
-from fp8fn.ops.cuda.quantize.operands import OCTET, hardware_fault, input_type, is_aligned, rows_fault, types
 from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel

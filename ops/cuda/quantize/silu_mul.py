@@ -12,8 +12,8 @@ from typing import Final
 
 from torch import Tensor
 
+from fp8fn.ops.cuda.operands import OCTET, TILE_ROWS, input_type, rows_fault, types
 from fp8fn.ops.cuda.quantize import quantize
-from fp8fn.ops.cuda.quantize.operands import OCTET, TILE_ROWS, input_type, rows_fault, types
 from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from fp8fn.ops.cuda.operands import outgrows_l2, types
 from fp8fn.ops.cuda.quantize.column_panels import (
     CHUNK_ROWS,
     PIECES,
@@ -22,7 +23,6 @@ from fp8fn.ops.cuda.quantize.column_panels import (
     tma_fault,
     typical_rows,
 )
-from fp8fn.ops.cuda.quantize.operands import outgrows_l2, types
 from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, function_of
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel

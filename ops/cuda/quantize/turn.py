@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 
 from fp8fn.ops.cuda.limits import LARGEST
-from fp8fn.ops.cuda.quantize.operands import is_aligned, rows_fault
+from fp8fn.ops.cuda.operands import is_aligned, rows_fault
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.targets import Target, hopper_fault

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from fp8fn.ops.cuda.operands import LARGEST_INT32, outgrows_l2, types
 from fp8fn.ops.cuda.quantize.column_panels import (
     CHUNK_ROWS,
     PIECES,
@@ -17,7 +18,6 @@ from fp8fn.ops.cuda.quantize.column_panels import (
     tensor_map,
     tma_fault,
 )
-from fp8fn.ops.cuda.quantize.operands import LARGEST_INT32, outgrows_l2, types
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.operands import Quantization

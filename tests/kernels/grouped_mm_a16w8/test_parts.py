@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops.cuda.gemm import parts_a16w8
-from fp8fn.ops.cuda.gemm.operands import PARTS
 from fp8fn.ops.cuda.gemm.parts_a16w8 import accepts, configure_groups, untuned_groups
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
+from fp8fn.ops.cuda.operands import PARTS
 from fp8fn.ops.grouped_mm_a16w8 import GROUPED_MM_A16W8
 from fp8fn.ops.layout import Block, empty_scale
 from fp8fn.ops.operands import Quantized, WeightProduct

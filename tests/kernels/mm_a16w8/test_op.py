@@ -23,7 +23,7 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import gemv_a16w8
-from fp8fn.ops.cuda.gemm.operands import SCALES
+from fp8fn.ops.cuda.operands import SCALES
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
 from fp8fn.ops.mm_a16w8 import MM_A16W8_INVARIANT

@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from fp8fn import ScaledTensor
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda.gemm import parts_a16w8
-from fp8fn.ops.cuda.gemm.operands import PARTS
 from fp8fn.ops.cuda.gemm.parts_a16w8 import TILES, accepts, accepts_beside, choose_config, untuned
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
+from fp8fn.ops.cuda.operands import PARTS
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.launch import described
 from fp8fn.ops.layout import Block

@@ -21,7 +21,7 @@ from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import a16w8_tiles
 from fp8fn.ops.cuda.gemm.a16w8_tiles import A16W8TilesConfig, accepts, choose_config, untuned
-from fp8fn.ops.cuda.gemm.operands import PARTS
+from fp8fn.ops.cuda.operands import PARTS
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.targets import Target

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import operands, quantize, quantize_rows
+from fp8fn.ops.cuda import operands
+from fp8fn.ops.cuda.quantize import quantize, quantize_rows
 from fp8fn.ops.cuda.quantize.walk_columns import WalkConfig
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch

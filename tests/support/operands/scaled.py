@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.operands import map_fault
+from fp8fn.ops.cuda.operands import map_fault
 from fp8fn.ops.layout import Block
 from fp8fn.ops.reference.quantize import dequantize, quantize
 from fp8fn.ops.targets import SM90, Target

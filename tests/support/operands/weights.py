@@ -11,7 +11,7 @@ from torch import Tensor
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import reference
-from fp8fn.ops.cuda.gemm.operands import SCALES
+from fp8fn.ops.cuda.operands import SCALES
 from fp8fn.ops.layout import Block, empty_scale
 from fp8fn.ops.operands import WeightProduct
 from support.accuracy import snr
