@@ -15,12 +15,14 @@ from fp8fn.ops.layout import WHOLE, Block, round_up
 from fp8fn.ops.operands import BESIDE, Quantization, Quantized, WeightProduct
 from fp8fn.ops.targets import OCP, hopper_fault
 
-TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-INPUTS: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16"}
+# Element types as macros of the kernels, and FP8 types as `wgmma` has them too.
+ELEMENT: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16", torch.float32: "Element::FP32"}
+WGMMA_FP8: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+FP8: Final = {dtype: f"Fp8::{name.upper()}" for dtype, name in WGMMA_FP8.items()}
+SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHOLE, 1): "LINE", (WHOLE, WHOLE): "LINE"}
+SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
 # The FP8 values that add up to one of 16 bits, of which bfloat16 has 8 significant ones and float16 11.
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}
-OUT: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16", torch.float32: "Element::FP32"}
-SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHOLE, 1): "LINE", (WHOLE, WHOLE): "LINE"}
 # Columns that a thread loads and stores at once.
 OCTET: Final = 8
 LARGEST_INT32: Final = 2**31 - 1
@@ -28,8 +30,6 @@ LARGEST_INT32: Final = 2**31 - 1
 TILE_ROWS: Final = 128
 L2_BYTES: Final = 50 * 2**20
 _ALIGNMENT: Final = 16
-_INPUTS: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-_FP8: Final = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 
 
 def map_fault(x: Tensor) -> str | None:
@@ -64,14 +64,14 @@ def has_pieces(x: Tensor) -> bool:
     return aligned and all(step % 8 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
 
 
-def types_of(product: WeightProduct) -> dict[str, int | str]:
-    """The macros that say what the operands are."""
+def weight_product_types(product: WeightProduct) -> dict[str, int | str]:
+    """The macros that say what the operands of a product by a quantized weight are."""
     return {
-        "INPUT": INPUTS[product.x.dtype],
-        "FP8": f"Fp8::{TYPES[product.w.data.dtype].upper()}",
+        "INPUT": ELEMENT[product.x.dtype],
+        "FP8": FP8[product.w.data.dtype],
         "SCALE": SCALES[product.w.block],
-        "OUT": OUT[product.out.dtype],
-        "BIAS": 0 if product.bias is None else OUT[product.bias.dtype],
+        "OUT": ELEMENT[product.out.dtype],
+        "BIAS": 0 if product.bias is None else ELEMENT[product.bias.dtype],
     }
 
 
@@ -171,14 +171,10 @@ def is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % _ALIGNMENT == 0 and (x.dim() == 1 or x.stride(-2) * x.element_size() % _ALIGNMENT == 0)
 
 
-def input_type(x: Tensor) -> str:
-    return f"Element::{_INPUTS[x.dtype]}"
-
-
-def types(q: Quantization) -> dict[str, int | str]:
-    """The macros of the element types."""
+def quantization_types(q: Quantization) -> dict[str, int | str]:
+    """The macros that say what a quantizer reads and stores."""
     return {
-        "INPUT": input_type(q.x),
-        "FP8": f"Fp8::{_FP8[q.dtype]}",
+        "INPUT": ELEMENT[q.x.dtype],
+        "FP8": FP8[q.dtype],
         "FORMAT": f"Format::{q.scale.upper()}",
     }

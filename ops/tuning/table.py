@@ -19,7 +19,7 @@ from typing import Any, Final, TypeGuard, TypeVar
 from fp8fn.ops.code_cache import cache_dir, replace_whole, warn_once
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
-from fp8fn.ops.cuda.operands import OUT, TYPES
+from fp8fn.ops.cuda.operands import ELEMENT, FP8
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.operands import ScaledProduct
@@ -41,8 +41,8 @@ COLUMNS: Final = (
 )  # fmt: skip
 _FOLDER: Final = Path(__file__).parent / "tables"
 _LARGEST_SIZE: Final = 2**63 - 1  # a size of a tensor
-_FP8: Final = {short_name(dtype): dtype for dtype in TYPES}
-_OUT: Final = {short_name(dtype): dtype for dtype in OUT}
+_FP8: Final = {short_name(dtype): dtype for dtype in FP8}
+_OUT: Final = {short_name(dtype): dtype for dtype in ELEMENT}
 _users_allowed = True
 T = TypeVar("T", bound=Any)  # a table, which has a chip and as many rows as its length
 

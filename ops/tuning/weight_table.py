@@ -11,7 +11,7 @@ import torch
 
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, parts_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.limits import ceil_power_of_two
-from fp8fn.ops.cuda.operands import INPUTS, SCALES
+from fp8fn.ops.cuda.operands import SCALES, SIXTEEN_BITS
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.operands import WeightProduct
@@ -19,7 +19,7 @@ from fp8fn.ops.targets import Chip, chip_of, fp8_dtypes, hopper_fault, target_of
 from fp8fn.ops.tuning.measured import Form, Key, check_sizes, verdict
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
-_TYPES: Final[dict[str, torch.dtype]] = {short_name(dtype): dtype for dtype in INPUTS}
+_TYPES: Final[dict[str, torch.dtype]] = {short_name(dtype): dtype for dtype in SIXTEEN_BITS}
 
 
 def candidates(problem: WeightProblem) -> Mapping[str, Sequence[Any]]:
@@ -84,7 +84,7 @@ def named(product: WeightProduct, chip: Chip | None = None) -> Named | None:
     """The verdict of the tables of a chip, by default that of the operands, on a product."""
     chip = chip or chip_of(product.x.device, product.target)
     problem = weight_problem(product)
-    if chip is None or not problem.k_lines or problem.x_dtype not in INPUTS:
+    if chip is None or not problem.k_lines or problem.x_dtype not in SIXTEEN_BITS:
         return None
     if hopper_fault(product.target) is not None:
         problem = problem._replace(constant=False)  # it has no effect there

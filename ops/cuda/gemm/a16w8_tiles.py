@@ -14,11 +14,11 @@ from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster
 from fp8fn.ops.cuda.operands import (
-    INPUTS,
-    OUT,
+    ELEMENT,
+    FP8,
     PARTS,
     SCALES,
-    TYPES,
+    WGMMA_FP8,
     as_batch,
     beside_fault,
     has_pieces,
@@ -318,9 +318,9 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
     items, threads = rows * config.steps(k), 32 * config.WARPS_N
     lanes = 16 if 16 * items <= threads and threads // 16 % rows == 0 else 8  # for all to have work
     macros: dict[str, int | str] = {
-        "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
-        "TAIL": int(k % STAGE_K > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
-        "BIAS": 0 if bias is None else OUT[bias.dtype], "GATED": int(product.up is not None),
+        "INPUT": ELEMENT[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": FP8[w.dtype],
+        "TAIL": int(k % STAGE_K > 0), "SCALE": SCALES[w_block], "OUT": ELEMENT[out.dtype],
+        "BIAS": 0 if bias is None else ELEMENT[bias.dtype], "GATED": int(product.up is not None),
         "BESIDE": len(product.beside),
     }  # fmt: skip
     options = {
@@ -341,7 +341,7 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
             f"bias_{name}": its_bias, f"out_{name}": its_out, f"n_{name}": columns,
         }  # fmt: skip
     grid = tiles_n * config.CLUSTER, -(-m // config.ROWS), 1
-    wgmma = Wgmma(PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
+    wgmma = Wgmma(PARTS[x.dtype] * config.ROWS, WGMMA_FP8[w.dtype], "e4m3")
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
     return (
         CudaLaunch(

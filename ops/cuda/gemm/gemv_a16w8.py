@@ -16,14 +16,14 @@ from fp8fn.ops.cuda.limits import (
     floor_power_of_two,
 )
 from fp8fn.ops.cuda.operands import (
-    INPUTS,
     SCALES,
+    SIXTEEN_BITS,
     batch_step,
     column_steps,
     has_pieces,
     is_k_contiguous,
     map_fault,
-    types_of,
+    weight_product_types,
 )
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -74,7 +74,7 @@ def accepts(product: WeightProduct) -> str | None:
     target = product.target
     if (reason := hopper_fault(target)) is not None:
         return reason
-    if x.dtype not in INPUTS:
+    if x.dtype not in SIXTEEN_BITS:
         return f"x has dtype {x.dtype}, not 16 bits"
     if w.dtype not in OCP:
         return f"w has dtype {w.dtype}"
@@ -199,7 +199,7 @@ def plan(product: WeightProduct, config: GemvConfig) -> tuple[CudaLaunch]:
     k_contiguous = is_k_contiguous(w)
     chunk, received, shared = _chunk_that_fits(m, k, k_contiguous, config)
     macros = {
-        **types_of(product),
+        **weight_product_types(product),
         "K_CONTIGUOUS": int(k_contiguous),
         "EVEN_K": int(k % 16 == 0),
         "X_PIECES": int(has_pieces(x)),

@@ -8,7 +8,7 @@ from typing import Final
 from fp8fn.ops.cuda.gemm.gemv_a16w8 import GemvConfig, divide_memory
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
-from fp8fn.ops.cuda.operands import OUT, TYPES, batch_step
+from fp8fn.ops.cuda.operands import ELEMENT, FP8, WGMMA_FP8, batch_step
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.operands import RoutedProduct, ScaledProduct
@@ -39,7 +39,7 @@ def accepts(problem: Problem) -> str | None:
     if (reason := hopper_fault(target)) is not None:
         return reason
     for dtype in (problem.a_dtype, problem.b_dtype):
-        if dtype not in TYPES:
+        if dtype not in FP8:
             return f"{dtype} is not an FP8 type of {target.name}"
     if problem.m > MOST_ROWS:
         return f"M={problem.m} is above {MOST_ROWS}"
@@ -190,12 +190,12 @@ def _launch(
     most = 16 if config.RESIDENT == 1 else 8 if config.RESIDENT == 2 and config.ROWS * config.TILES <= 32 else 4
     ahead = min(ceil_power_of_two(pieces), most)
     macros: dict[str, int | str] = {
-        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}",
-        "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
+        "A_FP8": FP8[a.dtype],
+        "B_FP8": FP8[b.dtype],
         "EVEN_K": int(k % 16 == 0),
         "ROUTED": int(sizes["sorted_token_ids"] is not None),
-        "OUT": OUT[out.dtype],
-        "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "OUT": ELEMENT[out.dtype],
+        "BIAS": 0 if bias is None else ELEMENT[bias.dtype],
     }
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
@@ -205,7 +205,7 @@ def _launch(
     return CudaLaunch(
         kernel=CudaKernel(
             "gemv_mx.cu", "gemv_mx", (*macros.items(), *options.items()),
-            (Wgmma(config.ROWS, TYPES[b.dtype], TYPES[a.dtype], a_in_registers=True),),
+            (Wgmma(config.ROWS, WGMMA_FP8[b.dtype], WGMMA_FP8[a.dtype], a_in_registers=True),),
         ),
         grid=(-(-n // config.BN) * config.CLUSTER, tiles, batch),
         threads=config.threads,

@@ -13,7 +13,14 @@ from fp8fn.ops.cuda.gemm import splitk_a16w8
 from fp8fn.ops.cuda.gemm.scaled_mm import BK
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT
-from fp8fn.ops.cuda.operands import INPUTS, SCALES, as_batch, column_steps, map_fault, types_of
+from fp8fn.ops.cuda.operands import (
+    SCALES,
+    SIXTEEN_BITS,
+    as_batch,
+    column_steps,
+    map_fault,
+    weight_product_types,
+)
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.operands import WeightProduct
@@ -245,7 +252,7 @@ def accepts(product: WeightProduct) -> str | None:
     target = product.target
     if (reason := hopper_fault(target)) is not None:
         return reason
-    if x.dtype not in INPUTS or out.dtype == torch.float32:
+    if x.dtype not in SIXTEEN_BITS or out.dtype == torch.float32:
         return f"x has dtype {x.dtype} and out {out.dtype}, not both 16 bits"
     if w.dtype not in OCP:
         return f"w has dtype {w.dtype}"
@@ -298,7 +305,7 @@ def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
     in_flight = config.RESIDENT > 0 and k <= BK * config.STAGES
     early = constant and config.RESIDENT > 0 and (in_flight or config.BM <= FEW)
     kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
-    macros = types_of(product)
+    macros = weight_product_types(product)
     w_box = (1, config.BN, BK)
     of_up: dict[str, TensorMap | Tensor] = {}
     if product.w_up is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.gemm import gemv_mx
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, floor_power_of_two
-from fp8fn.ops.cuda.operands import OUT, TYPES, as_batch, batch_step
+from fp8fn.ops.cuda.operands import ELEMENT, FP8, WGMMA_FP8, as_batch, batch_step
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import round_up
@@ -186,12 +186,12 @@ def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
     (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
     m, n, k, batch, target, constant = product.m, product.n, product.k, product.batch, product.target, product.constant
     macros: dict[str, int | str] = {
-        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}",
-        "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
+        "A_FP8": FP8[a.dtype],
+        "B_FP8": FP8[b.dtype],
         "A_SCALES_ALONG_K": int(along_k(a_scale)),
         "B_SCALES_ALONG_K": int(along_k(b_scale.mT)),
-        "OUT": OUT[out.dtype],
-        "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "OUT": ELEMENT[out.dtype],
+        "BIAS": 0 if bias is None else ELEMENT[bias.dtype],
     }
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
@@ -204,7 +204,7 @@ def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
         CudaLaunch(
             kernel=CudaKernel(
                 "mx_tiles.cu", "mx_tiles", (*macros.items(), *options.items()),
-                (Wgmma(config.ROWS, TYPES[b.dtype], TYPES[a.dtype]),),
+                (Wgmma(config.ROWS, WGMMA_FP8[b.dtype], WGMMA_FP8[a.dtype]),),
             ),
             grid=grid,
             threads=config.threads,

@@ -21,9 +21,10 @@ from fp8fn.ops.cuda.gemm import mm_a16w8, scaled_mm
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
 from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS
 from fp8fn.ops.cuda.operands import (
-    INPUTS,
+    ELEMENT,
     PARTS,
     SCALES,
+    SIXTEEN_BITS,
     beside_fault,
     is_k_contiguous,
     map_fault,
@@ -85,7 +86,7 @@ def accepts(product: WeightProduct) -> str | None:
     x, (w, _, w_block), bias = product.x, product.w, product.bias
     if (reason := hopper_fault(product.target)) is not None:
         return reason
-    if x.dtype not in INPUTS:
+    if x.dtype not in SIXTEEN_BITS:
         return f"x has dtype {x.dtype}, not 16 bits"
     if x.dim() == 3 or (w.dim() == 3 and product.offsets is None):
         return "it is a batch"
@@ -293,7 +294,7 @@ def plan(product: WeightProduct, config: ScaledMmConfig) -> tuple[CudaLaunch, Cu
         rows = product.m + config.BM
     x, scaled = product.x, _of_parts(product, rows, round_up(rows, config.BM), device=product.x.device)
     data, scale, _ = scaled.a
-    macros: dict[str, int | str] = {"INPUT": INPUTS[x.dtype], "PARTS": scaled.parts, "THREADS": _THREADS}
+    macros: dict[str, int | str] = {"INPUT": ELEMENT[x.dtype], "PARTS": scaled.parts, "THREADS": _THREADS}
     split = CudaLaunch(
         kernel=CudaKernel("split_rows.cu", "split_rows", tuple(macros.items())),
         grid=(product.m, -(-product.k // (_THREADS * _OCTET)), 1),

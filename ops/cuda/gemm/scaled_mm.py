@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT
-from fp8fn.ops.cuda.operands import OUT, TYPES, as_batch, map_fault
+from fp8fn.ops.cuda.operands import ELEMENT, WGMMA_FP8, as_batch, map_fault
 from fp8fn.ops.cuda.runtime.counters import MOST_LISTS
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -162,9 +162,9 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         "MATH": config.MATH, "SLICES_M": config.SLICES_M, "BN": config.BN, "SLICES_N": config.SLICES_N,
         "DEPTH": config.DEPTH, "STAGES": stages, "CLUSTER": config.CLUSTER, "SHARE_B": int(config.SHARE_B),
         "SPLIT": config.SPLIT, "GROUP": config.GROUP, "GROUPED": grouped, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
-        "PROMOTE": config.PROMOTE, "TURNS": int(config.TURNS), "OUT": OUT[out.dtype], "OUT_VIA": out_via,
+        "PROMOTE": config.PROMOTE, "TURNS": int(config.TURNS), "OUT": ELEMENT[out.dtype], "OUT_VIA": out_via,
         "OUT_CHUNKS": out_chunks, "B_ONCE": int(once), "PARTS": product.parts, "BESIDE": len(product.beside),
-        "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "BIAS": 0 if bias is None else ELEMENT[bias.dtype],
     }  # fmt: skip
     if grouped == "JAGGED_K":
         macros["SPREAD_UNIT"] = unit_of(k, batches)
@@ -231,7 +231,7 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     deals = deals and programs // config.CLUSTER <= MOST_LISTS and product.parts == 1
     launch = CudaLaunch(
         kernel=CudaKernel(
-            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), (Wgmma(width, TYPES[a.dtype], TYPES[b.dtype]),)
+            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), (Wgmma(width, WGMMA_FP8[a.dtype], WGMMA_FP8[b.dtype]),)
         ),
         grid=(programs, 1, 1),
         threads=128 * (config.MATH + 1),

@@ -22,7 +22,7 @@ from fp8fn.ops.cuda.limits import (
     floor_power_of_two,
     largest_cluster,
 )
-from fp8fn.ops.cuda.operands import as_batch, column_steps, map_fault, types_of
+from fp8fn.ops.cuda.operands import as_batch, column_steps, map_fault, weight_product_types
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
@@ -274,7 +274,7 @@ def plan(product: WeightProduct, config: SplitKConfig) -> tuple[CudaLaunch]:
     product = product.as_matrix()
     m, n, k, batches, constant = product.m, product.n, product.k, product.batch, product.constant
     x, w = product.x, product.w.data
-    macros = types_of(product)
+    macros = weight_product_types(product)
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1, "STAGES": config.STAGES,
         "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),

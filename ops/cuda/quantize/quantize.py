@@ -12,14 +12,14 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from fp8fn.ops.cuda.operands import (
+    ELEMENT,
     OCTET,
     hardware_fault,
-    input_type,
     is_aligned,
     offsets_fault,
     outgrows_l2,
+    quantization_types,
     rows_fault,
-    types,
 )
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -136,13 +136,13 @@ def plan(q: Quantization, config: QuantizeConfig, maxima: Tensor | None = None) 
     row_square, column_square = (side is not None and is_square(side.out.block) for side in (row, column))
     m, n = x.shape[-2:]
     macros: dict[str, int | str] = {
-        **types(q),
+        **quantization_types(q),
         "SOURCE": f"Source::{q.source.macro}",
         "BY_ROW": int(row is not None),
         "BY_COLUMN": int(column is not None),
         "ROW_SQUARE": int(row_square),
         "COLUMN_SQUARE": int(column_square),
-        "GIVEN": "Element::NONE" if amax is None else input_type(amax),
+        "GIVEN": "Element::NONE" if amax is None else ELEMENT[amax.dtype],
         "EVEN": int(offsets is None and m % config.rows == 0 and n % _TILE_COLUMNS == 0),
         "PARTIAL": int(n % OCTET != 0),
         "ALIGNED": int(_is_aligned(q)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fp8fn.ops.cuda.limits import SHARED_LIMIT
-from fp8fn.ops.cuda.operands import OCTET, is_aligned, types
+from fp8fn.ops.cuda.operands import OCTET, is_aligned, quantization_types
 from fp8fn.ops.cuda.quantize.column_panels import (
     SECTOR_ROWS,
     columns_fault,
@@ -91,7 +91,7 @@ def plan(q: Quantization, config: ColumnsConfig, kept: int | None = None) -> tup
     kept = kept or config.rows(typical_rows(q))
     columns = config.PANEL // x.element_size()
     macros: dict[str, int | str] = {
-        **types(q),
+        **quantization_types(q),
         "PANEL": columns, "CLUSTER": config.CLUSTER, "WARPS": config.WARPS, "RESIDENT": config.RESIDENT,
         "LOAD": f"Load::{config.LOAD}", "GROUPED": int(offsets is not None), "ALIGNED": int(is_aligned(x)),
         "PARTIAL": int(n % OCTET != 0),

@@ -15,8 +15,8 @@ from fp8fn.ops.cuda.operands import (
     hardware_fault,
     is_aligned,
     outgrows_l2,
+    quantization_types,
     rows_fault,
-    types,
 )
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -89,7 +89,7 @@ def plan(q: Quantization, config: RowsConfig) -> tuple[CudaLaunch]:
     octets = -(-n // (32 * config.ROW_WARPS * OCTET))
     rows = config.WARPS // config.ROW_WARPS
     macros: dict[str, int | str] = {
-        **types(q),
+        **quantization_types(q),
         "SOURCE": f"Source::{q.source.macro}",
         "WARPS": config.WARPS, "ROW_WARPS": config.ROW_WARPS, "OCTETS": octets, "LOAD": f"Load::{config.LOAD}",
         "EVEN": int(m % rows == 0 and n == 32 * config.ROW_WARPS * OCTET * octets),

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.operands import OCTET, hardware_fault, input_type, is_aligned, rows_fault
+from fp8fn.ops.cuda.operands import ELEMENT, OCTET, hardware_fault, is_aligned, rows_fault
 from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -98,9 +98,9 @@ def plan_maxima(x: Tensor, target: Target, config: AmaxConfig, amax: Tensor | No
     x = _rows_of(x)
     (m, n), rows = x.shape[-2:], config.tile_rows
     macros: dict[str, int | str] = {
-        "INPUT": input_type(x), "EVEN": int(m % rows == 0 and n % _TILE_COLUMNS == 0), "PARTIAL": int(n % OCTET != 0),
-        "ALIGNED": int(is_aligned(x)), "WARPS": config.WARPS, "ROWS": config.ROWS, "BLOCKS": config.BLOCKS,
-        "LOAD": f"Load::{config.LOAD}",
+        "INPUT": ELEMENT[x.dtype], "EVEN": int(m % rows == 0 and n % _TILE_COLUMNS == 0),
+        "PARTIAL": int(n % OCTET != 0), "ALIGNED": int(is_aligned(x)), "WARPS": config.WARPS, "ROWS": config.ROWS,
+        "BLOCKS": config.BLOCKS, "LOAD": f"Load::{config.LOAD}",
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel("amax.cu", "amax", tuple(macros.items())),

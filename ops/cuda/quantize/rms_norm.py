@@ -14,7 +14,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.operands import OCTET, hardware_fault, input_type, is_aligned, rows_fault, types
+from fp8fn.ops.cuda.operands import (
+    ELEMENT,
+    OCTET,
+    hardware_fault,
+    is_aligned,
+    quantization_types,
+    rows_fault,
+)
 from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -75,7 +82,7 @@ def configure(q: Quantization) -> NormConfig:
 def plan(q: Quantization, config: NormConfig) -> tuple[CudaLaunch]:
     """The launch of `quantize(rms_norm(x, weight), block)`, or of the rows `x + residual`."""
     macros: dict[str, int | str] = {
-        **types(q), **_CHUNKWISE, "EVEN": int(_is_even(q)), "ROWS": _rows(q), "PASSES": _passes(q),
+        **quantization_types(q), **_CHUNKWISE, "EVEN": int(_is_even(q)), "ROWS": _rows(q), "PASSES": _passes(q),
         "BLOCKS": config.BLOCKS, "WHOLE": int(q.block == (1, WHOLE)), "ADD": int(q.residual is not None),
     }  # fmt: skip
     rows, out, residual, total = q.m * q.matrices, q.out, q.residual, q.sum
@@ -114,7 +121,7 @@ def plan_blocks(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch, ..
 def plan_row_rstd(q: Quantization, rstd: Tensor) -> CudaLaunch:
     """The launch of `rstd (..., M) = 1 / sqrt(mean(x²) + eps)`."""
     macros: dict[str, int | str] = {
-        **_CHUNKWISE, "INPUT": input_type(q.x), "EVEN": 0, "ROWS": 1, "PARTIAL": int(q.n % OCTET != 0),
+        **_CHUNKWISE, "INPUT": ELEMENT[q.x.dtype], "EVEN": 0, "ROWS": 1, "PARTIAL": int(q.n % OCTET != 0),
         "ALIGNED": int(is_aligned(q.x)),
     }  # fmt: skip
     return CudaLaunch(

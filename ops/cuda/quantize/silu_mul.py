@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
+import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.operands import OCTET, TILE_ROWS, input_type, rows_fault, types
+from fp8fn.ops.cuda.operands import ELEMENT, FP8, OCTET, TILE_ROWS, quantization_types, rows_fault
 from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -26,7 +27,6 @@ _ROW: Final[Block] = (1, 128)
 _PRODUCT_BLOCKS: Final[tuple[Block, ...]] = ((128, 1), (128, 128))
 _TILE_COLUMNS: Final = 128
 _BYTES: Final = 8  # that a thread loads of a row in FP8
-_FP8: Final = {dtype: f"Fp8::{name}" for dtype, name in zip(OCP, ("E4M3", "E5M2"), strict=True)}
 
 
 def accepts_saved(saved: SavedSiluMul) -> str | None:
@@ -84,19 +84,19 @@ def _alignment_fault(name: str, x: Tensor, size: int) -> str | None:
 
 def configure_saved(saved: SavedSiluMul) -> QuantizeConfig:
     """Tiles of 64 rows, three blocks a multiprocessor; two where float16 is converted, which takes registers."""
-    return QuantizeConfig(ROWS=4, BLOCKS=3 if input_type(saved.gate.x) == "Element::BF16" else 2)
+    return QuantizeConfig(ROWS=4, BLOCKS=3 if saved.gate.x.dtype == torch.bfloat16 else 2)
 
 
 def configure_backward(given: SiluMulBackward) -> QuantizeConfig:
     """Two blocks a multiprocessor; one where float16 is converted, which takes registers."""
-    return QuantizeConfig(BLOCKS=2 if input_type(given.grad) == "Element::BF16" else 1)
+    return QuantizeConfig(BLOCKS=2 if given.grad.dtype == torch.bfloat16 else 1)
 
 
 def plan_saved(saved: SavedSiluMul, config: QuantizeConfig) -> tuple[CudaLaunch]:
     """The launch of `quantize_silu_mul_saved`."""
     product, gate, up = saved.product, saved.gate, saved.up
     m, n = product.m, product.n
-    macros = {**types(product), **_tile(config, m, n)}
+    macros = {**quantization_types(product), **_tile(config, m, n)}
     launch = CudaLaunch(
         kernel=CudaKernel("silu_mul_saved.cu", "silu_mul_saved", tuple(macros.items())),
         grid=(-(-n // _TILE_COLUMNS), -(-m // config.rows), product.matrices),
@@ -120,8 +120,8 @@ def plan_backward(given: SiluMulBackward, config: QuantizeConfig) -> tuple[CudaL
     up, up_scale, up_lead = _kept_parts(given.up)
     square, scaled = is_square(given.product_block), gate_scale is not None
     macros: dict[str, int | str] = {
-        "INPUT": input_type(grad), "KEPT": _FP8[gate.dtype] if scaled else input_type(gate), "FP8": _FP8[given.dtype],
-        "PRODUCT_FP8": _FP8[given.product_dtype], "FORMAT": f"Format::{given.scale.upper()}",
+        "INPUT": ELEMENT[grad.dtype], "KEPT": FP8[gate.dtype] if scaled else ELEMENT[gate.dtype],
+        "FP8": FP8[given.dtype], "PRODUCT_FP8": FP8[given.product_dtype], "FORMAT": f"Format::{given.scale.upper()}",
         "PRODUCT_SQUARE": int(square), **_tile(config, m, n),
     }  # fmt: skip
     out = given.outputs.tensors

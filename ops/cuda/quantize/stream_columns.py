@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from fp8fn.ops.cuda.operands import outgrows_l2, types
+from fp8fn.ops.cuda.operands import outgrows_l2, quantization_types
 from fp8fn.ops.cuda.quantize.column_panels import (
     CHUNK_ROWS,
     PIECES,
@@ -168,7 +168,7 @@ def _count(q: Quantization) -> int:
 
 def _kernel(q: Quantization, config: StreamConfig, part: str = "ALL") -> CudaKernel:
     macros: dict[str, int | str] = {
-        **types(q),
+        **quantization_types(q),
         "PANEL": panel_columns(q),
         **vars(config),
         "X_LEAVES": f"Leaves::{_leaves(q)}",

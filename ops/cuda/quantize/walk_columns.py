@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from fp8fn.ops.cuda.operands import LARGEST_INT32, outgrows_l2, types
+from fp8fn.ops.cuda.operands import LARGEST_INT32, outgrows_l2, quantization_types
 from fp8fn.ops.cuda.quantize.column_panels import (
     CHUNK_ROWS,
     PIECES,
@@ -76,7 +76,7 @@ def plan(q: Quantization, config: WalkConfig, blocks: int | None = None) -> tupl
     """The launch on groups of rows, by so many `blocks`."""
     out, most = output_of(q), q.target.cores * config.RESIDENT
     macros: dict[str, int | str] = {
-        **types(q), "PANEL": panel_columns(q), "CLUSTER": 1, "WARPS": PIECES,
+        **quantization_types(q), "PANEL": panel_columns(q), "CLUSTER": 1, "WARPS": PIECES,
         "X_LEAVES": f"Leaves::{'LAST' if outgrows_l2(q.x) else 'ANY'}", **vars(config),
     }  # fmt: skip
     launch = CudaLaunch(
