@@ -16,9 +16,9 @@ from fp8fn.meta.bypass import shortest
 from fp8fn.meta.direct import product
 from fp8fn.ops.activations import ACTIVATION_BLOCKS
 from fp8fn.ops.gemm import as_autocast
-from fp8fn.ops.layout import Block, known_block
+from fp8fn.ops.layout import Block, is_mx, known_block
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8, mm_a16w8_kernel
-from fp8fn.ops.mx_mm import is_mx, mx_mm_kernel
+from fp8fn.ops.mx_mm import mx_mm_kernel
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, is_batch_invariant, recipe_key
 from fp8fn.ops.scaled_mm import broadcast_batch, check_product, scaled_mm_kernel
 from fp8fn.scaled_tensor import ScaledTensor

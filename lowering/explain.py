@@ -28,7 +28,7 @@ from fp8fn.ops import mx_mm, scaled_mm, targets
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.launch import described
-from fp8fn.ops.layout import Block, matrix_strides, scale_dtype, scale_is_column_major, scale_shape
+from fp8fn.ops.layout import Block, is_mx, matrix_strides, scale_dtype, scale_is_column_major, scale_shape
 from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.targets import Chip
@@ -300,7 +300,7 @@ def _planned_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     bias = None if gemm.bias is None else out.new_empty(n)
     fast = recipe.accumulate == "fast"
     op = scaled_mm.dispatch_of(recipe.batch_invariant, fast)
-    if mx_mm.is_mx(a.scale, a.block, b.scale, b.block) and not recipe.batch_invariant:
+    if is_mx(a.scale, a.block, b.scale, b.block) and not recipe.batch_invariant:
         op = mx_mm.MX_MM
     product = ScaledProduct(a=a, b=b, bias=bias, out=out, target=on, fast=fast, chip=chip)
     if (reason := op.unserved(product)) is not None:

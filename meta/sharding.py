@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from fp8fn.ops import mx_mm as mx_mm_op
-from fp8fn.ops.layout import WHOLE, Block, swap
+from fp8fn.ops.layout import MX_A_BLOCK, MX_B_BLOCK, WHOLE, Block, swap
 from fp8fn.ops.silu_mul import SAVED_BLOCK
 
 Placement: TypeAlias = int | str | None
@@ -177,7 +176,7 @@ def _block(name: str, arguments: Mapping[str, Any]) -> Block:
     return (columns, rows) if name.endswith(".T") else (rows, columns)
 
 
-_CONSTANT: Final[dict[str, Block]] = {"SAVED": SAVED_BLOCK, "MX_A": mx_mm_op.A_BLOCK, "MX_B": mx_mm_op.B_BLOCK}
+_CONSTANT: Final[dict[str, Block]] = {"SAVED": SAVED_BLOCK, "MX_A": MX_A_BLOCK, "MX_B": MX_B_BLOCK}
 _ONE: Final = ("*rc", "*rc/block")
 _TWO: Final = (*_ONE, "*rc", "*rc/dual_block")
 _GROUPED: Final = ("rc", "rc/block")

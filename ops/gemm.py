@@ -10,8 +10,7 @@ from torch import Tensor
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime.call_cache import chained, kind
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_square, swap, unguarded
-from fp8fn.ops.mx_mm import is_mx
+from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_mx, is_square, swap, unguarded
 from fp8fn.ops.operands import Quantized
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.recipe import Recipe

@@ -35,6 +35,9 @@ BLOCKS: Final[tuple[Block, ...]] = (
     (1, 128), (128, 1), (128, 128), (1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE), (1, 32), (32, 1),
 )  # fmt: skip
 _KNOWN: Final = frozenset(BLOCKS)
+# The blocks of the operands that `mx_mm` multiplies.
+MX_A_BLOCK: Final[Block] = (1, 32)
+MX_B_BLOCK: Final[Block] = (32, 1)
 
 
 def without_guards() -> AbstractContextManager[None]:
@@ -85,6 +88,13 @@ def unknown_block(name: str, block: object) -> TypeError | ValueError:
     if not isinstance(block, (tuple, list)):
         return TypeError(f"{name}={block!r} is {kind_of(block)}, not a pair of ints; {remedy}")
     return ValueError(f"{name}={tuple(block)} is not a block of fp8fn; {remedy}")
+
+
+def is_mx(a_scale: Tensor, a_block: Block, b_scale: Tensor, b_block: Block) -> bool:
+    """Whether `mx_mm` multiplies operands in these formats."""
+    if a_scale.dtype != torch.float8_e8m0fnu or b_scale.dtype != torch.float8_e8m0fnu:
+        return False
+    return (known_block(a_block), known_block(b_block)) == (MX_A_BLOCK, MX_B_BLOCK)
 
 
 def swap(block: Block) -> Block:

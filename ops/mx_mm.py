@@ -14,7 +14,7 @@ from fp8fn.ops.cuda.operands import map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.kernel import Choice, Dispatch, Kernel, Named, Tensors, deferred
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import Block, known_block
+from fp8fn.ops.layout import MX_A_BLOCK, MX_B_BLOCK
 from fp8fn.ops.operands import Quantized, ScaledProduct
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
 from fp8fn.ops.targets import Target, chip_of
@@ -36,18 +36,14 @@ MX_MM_SCHEMA: Final = (
     "bool constant=False) -> Tensor"
 )
 
-A_BLOCK: Final[Block] = (1, 32)
-B_BLOCK: Final[Block] = (32, 1)
-E8M0: Final = torch.float8_e8m0fnu
-
 
 def check_mx_mm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
     """Nothing, or the error that says which argument is wrong and what would work."""
-    for name, data, scale, block in (("a", a, a_scale, A_BLOCK), ("b", b, b_scale, B_BLOCK)):
+    for name, data, scale, block in (("a", a, a_scale, MX_A_BLOCK), ("b", b, b_scale, MX_B_BLOCK)):
         check_operand(f"mx_mm: {name}", data, scale, block)
-        if scale.dtype != E8M0:
+        if scale.dtype != torch.float8_e8m0fnu:
             raise TypeError(
                 f"mx_mm: {name}_scale has dtype {scale.dtype}; it must be float8_e8m0fnu, as "
                 f"fp8fn.quantize(x, {block}, scale='e8m0') makes it"
@@ -60,13 +56,6 @@ def check_mx_mm(
         raise ValueError(f"mx_mm: a has {a.ndim} dimensions and b {b.ndim}; flatten the leading ones into one")
     if a.ndim == 3 and b.ndim == 3 and a.shape[0] != b.shape[0]:
         raise ValueError(f"mx_mm: a has batch {a.shape[0]} and b {b.shape[0]}; they must be equal")
-
-
-def is_mx(a_scale: Tensor, a_block: Block, b_scale: Tensor, b_block: Block) -> bool:
-    """Whether `mx_mm` multiplies operands in these formats."""
-    if a_scale.dtype != E8M0 or b_scale.dtype != E8M0:
-        return False
-    return (known_block(a_block), known_block(b_block)) == (A_BLOCK, B_BLOCK)
 
 
 def choose(
@@ -135,7 +124,7 @@ def mx_mm_reference(
     out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     check_mx_mm(a, a_scale, b, b_scale, bias, out_dtype)
-    left, right = Quantized(a, a_scale, A_BLOCK), Quantized(b, b_scale, B_BLOCK)
+    left, right = Quantized(a, a_scale, MX_A_BLOCK), Quantized(b, b_scale, MX_B_BLOCK)
     return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16)
 
 
@@ -159,7 +148,7 @@ def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
     (a, a_scale, b, b_scale, bias), (out_dtype, constant) = tensors, values
     check_mx_mm(a, a_scale, b, b_scale, bias, out_dtype)
     return ScaledProduct(
-        a=Quantized(a, a_scale, A_BLOCK), b=Quantized(b, b_scale, B_BLOCK), bias=bias,
+        a=Quantized(a, a_scale, MX_A_BLOCK), b=Quantized(b, b_scale, MX_B_BLOCK), bias=bias,
         out=empty_output(a, b, out_dtype), target=targets.target_of(a.device), constant=constant,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.kernel import Choice, Dispatch
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_square, scale_shape, swap
+from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_mx, is_square, scale_shape, swap
 from fp8fn.ops.operands import RMS_NORM, SILU_MUL, Quantization, Quantized, ScaledProduct
 from fp8fn.ops.quantize import AMAX, QUANTIZE, Maxima
 from fp8fn.ops.quantize_fused import QUANTIZE_RMS_NORM, QUANTIZE_SILU_MUL
@@ -103,7 +103,7 @@ def _problems(shape: Shape, setting: LayerSetting) -> dict[str, tuple[Dispatch, 
         product = ScaledProduct(
             a=a, b=b, out=setting.empty(*size), target=setting.target, chip=setting.chip, fast=fast
         )  # fmt: skip
-        in_mx = not (invariant or fast) and mx_mm.is_mx(a.scale, a.block, b.scale, b.block)
+        in_mx = not (invariant or fast) and is_mx(a.scale, a.block, b.scale, b.block)
         found[name] = mx_mm.MX_MM if in_mx else dispatch_of(invariant, fast), product
     return found
 

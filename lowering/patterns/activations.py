@@ -22,8 +22,7 @@ from fp8fn.lowering.graph.nodes import arguments_of, source_of, tensor_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
 from fp8fn.ops.activations import activation_block, is_fast, why_16_bits
-from fp8fn.ops.layout import known_block
-from fp8fn.ops.mx_mm import is_mx
+from fp8fn.ops.layout import is_mx, known_block
 from fp8fn.ops.operands import Quantized
 
 NAME: Final = "activations"

@@ -17,8 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8fn.ops.cuda.operands import as_batch, map_fault
 from fp8fn.ops.groups import most_tokens, unit_of
-from fp8fn.ops.layout import WHOLE
-from fp8fn.ops.mx_mm import is_mx
+from fp8fn.ops.layout import WHOLE, is_mx
 from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.targets import OCP
 from fp8fn.ops.triton.boxes import boxes, load_box

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from fp8fn.ops.groups import ROWS, most_tokens, unit_of
-from fp8fn.ops.layout import WHOLE
-from fp8fn.ops.mx_mm import has_lines, is_mx
+from fp8fn.ops.layout import WHOLE, is_mx
+from fp8fn.ops.mx_mm import has_lines
 from fp8fn.ops.operands import ScaledProduct
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.group_tiles import (
