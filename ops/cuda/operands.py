@@ -46,7 +46,7 @@ def map_fault(x: Tensor) -> str | None:
     return None
 
 
-def as_batch(x: Tensor) -> Tensor:
+def tma_batch(x: Tensor) -> Tensor:
     """`(M, K)` → `(1, M, K)`; strides of axes of size 1, which may be anything, become ones that a descriptor takes."""
     batches, (rows, columns) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
     lead = x.stride(-2) if rows > 1 else round_up(columns, TMA_ALIGNMENT // x.element_size())

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8fn.ops.cuda.operands import as_batch
+from fp8fn.ops.cuda.operands import tma_batch
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def store_box(x, box, matrix, line, column):
 
 def boxes(x: Tensor, lines: int, columns: int) -> TensorDescriptor:
     """Boxes of `lines` by `columns` of a matrix or of each matrix of a batch; a batch of one is a matrix."""
-    batch = as_batch(x)
+    batch = tma_batch(x)
     if batch.shape[0] == 1:
         return TensorDescriptor.from_tensor(batch[0], [lines, columns])
     return TensorDescriptor.from_tensor(batch, [1, lines, columns])

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8fn.ops.cuda.operands import as_batch, map_fault
+from fp8fn.ops.cuda.operands import map_fault, tma_batch
 from fp8fn.ops.groups import most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE, is_mx
 from fp8fn.ops.operands import ScaledProduct
@@ -305,7 +305,7 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig) -> tuple[TritonLaunch
         kernel=grouped_rows_tma,
         grid=(tiles_m * ceil_div(n, config.BN), 1, 1),
         args={
-            "a": TensorDescriptor.from_tensor(as_batch(a), [1, config.BM, _BK]), "b": _box_of(b, config.BN, turned),
+            "a": TensorDescriptor.from_tensor(tma_batch(a), [1, config.BM, _BK]), "b": _box_of(b, config.BN, turned),
             "out": out, **scales, "bias": bias, "offsets": offsets, "M": m, "N": n, "K": k, "E": groups,
             **strides_of_rows(product),
         },
@@ -361,5 +361,5 @@ def _plan_k(product: ScaledProduct, config: GemmConfig) -> tuple[TritonLaunch, .
 def _box_of(b: Tensor, columns: int, turned: bool) -> TensorDescriptor:
     """Boxes of a K tile by `columns` of one expert, along the axis in which `b (E, K, N)` is contiguous."""
     if turned:
-        return TensorDescriptor.from_tensor(as_batch(b), [1, _BK, columns])
-    return TensorDescriptor.from_tensor(as_batch(b.mT), [1, columns, _BK])
+        return TensorDescriptor.from_tensor(tma_batch(b), [1, _BK, columns])
+    return TensorDescriptor.from_tensor(tma_batch(b.mT), [1, columns, _BK])

@@ -19,12 +19,12 @@ from fp8fn.ops.cuda.operands import (
     PARTS,
     SCALES,
     WGMMA_FP8,
-    as_batch,
     beside_fault,
     has_pieces,
     is_k_contiguous,
     scale_step,
     strides_of_scales,
+    tma_batch,
 )
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -337,7 +337,7 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
         columns = its_out.shape[-1]
         tiles_n += -(-columns // config.BN)
         others |= {
-            f"w_{name}": TensorMap(as_batch(weight.data.mT), box, 128), f"w_{name}_scale": weight.scale,
+            f"w_{name}": TensorMap(tma_batch(weight.data.mT), box, 128), f"w_{name}_scale": weight.scale,
             f"bias_{name}": its_bias, f"out_{name}": its_out, f"n_{name}": columns,
         }  # fmt: skip
     grid = tiles_n * config.CLUSTER, -(-m // config.ROWS), 1
@@ -353,7 +353,7 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared(k, w_block, PARTS[x.dtype]),
             args={
-                "x": x, "w": TensorMap(as_batch(w.mT), box, 128), "w_scale": w_scale, "bias": bias,
+                "x": x, "w": TensorMap(tma_batch(w.mT), box, 128), "w_scale": w_scale, "bias": bias,
                 "out": out, "M": m, "n": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "x_m": x.stride(-2), "s_k": s_k, "s_n": s_n,
                 "bias_n": 0 if bias is None else bias.stride(-1),

@@ -16,9 +16,9 @@ from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT
 from fp8fn.ops.cuda.operands import (
     SCALES,
     SIXTEEN_BITS,
-    as_batch,
     column_steps,
     map_fault,
+    tma_batch,
     weight_product_types,
 )
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
@@ -309,7 +309,7 @@ def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
     w_box = (1, config.BN, BK)
     of_up: dict[str, TensorMap | Tensor] = {}
     if product.w_up is not None:
-        of_up = {"w_up": TensorMap(as_batch(product.w_up.data.mT), w_box, 128), "w_up_scale": product.w_up.scale}
+        of_up = {"w_up": TensorMap(tma_batch(product.w_up.data.mT), w_box, 128), "w_up_scale": product.w_up.scale}
     options = {
         "MATH": config.MATH, "K_PARTS": config.K_PARTS, "WIDTH": config.WIDTH, "SLICES": config.SLICES,
         "W_STAGES": config.STAGES, "X_STAGES": config.slices_in_flight,
@@ -327,10 +327,10 @@ def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared,
             args={
-                "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
-                "w": TensorMap(as_batch(w.mT), w_box, 128),
+                "x": TensorMap(tma_batch(x), (1, config.WIDTH, 64), 128),
+                "w": TensorMap(tma_batch(w.mT), w_box, 128),
                 "w_scale": product.w.scale, "bias": product.bias,
-                "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
+                "out": TensorMap(tma_batch(out), (1, _OUT_ROWS, 64), 128),
                 "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
                 **column_steps(product), **of_up,
             },

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.gemm import gemv_mx
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, floor_power_of_two
-from fp8fn.ops.cuda.operands import ELEMENT, FP8, WGMMA_FP8, as_batch, batch_step
+from fp8fn.ops.cuda.operands import ELEMENT, FP8, WGMMA_FP8, batch_step, tma_batch
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import round_up
@@ -210,8 +210,8 @@ def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared(k),
             args={
-                "a": TensorMap(as_batch(a), (1, config.ROWS, STAGE_K), 128),
-                "b": TensorMap(as_batch(b.mT), (1, config.BN, STAGE_K), 128),
+                "a": TensorMap(tma_batch(a), (1, config.ROWS, STAGE_K), 128),
+                "b": TensorMap(tma_batch(b.mT), (1, config.BN, STAGE_K), 128),
                 "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
                 "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3),

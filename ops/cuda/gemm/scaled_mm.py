@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT
-from fp8fn.ops.cuda.operands import ELEMENT, WGMMA_FP8, as_batch, map_fault
+from fp8fn.ops.cuda.operands import ELEMENT, WGMMA_FP8, map_fault, tma_batch
 from fp8fn.ops.cuda.runtime.counters import MOST_LISTS
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -173,13 +173,13 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     a_rows = config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
     a_rows = min(a.shape[-2], config.BM) if once else a_rows
     b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
-    a_scales: Argument = TensorMap(as_batch(a_scale.mT), (1, 1, scales_of_a)) if kinds[0] == "VECTOR" else a_scale
-    b_scales: Argument = TensorMap(as_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
+    a_scales: Argument = TensorMap(tma_batch(a_scale.mT), (1, 1, scales_of_a)) if kinds[0] == "VECTOR" else a_scale
+    b_scales: Argument = TensorMap(tma_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
     args: dict[str, Argument] = {
-        "a": TensorMap(as_batch(a), (1, a_rows, BK), 128),
+        "a": TensorMap(tma_batch(a), (1, a_rows, BK), 128),
         # L2 promotion: an operand that is read once comes in lines of 128 bytes, 2 % faster than 256.
-        "b": TensorMap(as_batch(b.mT), (1, b_rows, BK), 128, promotion=128 if once else 256),
-        "out": TensorMap(as_batch(out), (1, 64, 64), 128) if out_via == "BULK" else out,
+        "b": TensorMap(tma_batch(b.mT), (1, b_rows, BK), 128, promotion=128 if once else 256),
+        "out": TensorMap(tma_batch(out), (1, 64, 64), 128) if out_via == "BULK" else out,
         "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
         "problem": (m, n, k, batches), "counters": None,
         "a_batched": int(a.dim() == 3 and product.parts == 1), "b_batched": int(b.dim() == 3), "out_m": out.stride(-2),
@@ -216,9 +216,9 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     early = ["b", "b_scale"] + ["offsets"] * (offsets is not None)
     for name, each in zip(BESIDE, product.beside, strict=False):
         early += [f"b_{name}", f"b_scale_{name}"]
-        scale = TensorMap(as_batch(each.w.scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else each.w.scale
+        scale = TensorMap(tma_batch(each.w.scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else each.w.scale
         args |= {
-            f"b_{name}": TensorMap(as_batch(each.w.data.mT), (1, b_rows, BK), 128, promotion=128 if once else 256),
+            f"b_{name}": TensorMap(tma_batch(each.w.data.mT), (1, b_rows, BK), 128, promotion=128 if once else 256),
             f"b_scale_{name}": scale, f"bias_{name}": each.bias, f"out_{name}": each.out,
             f"columns_{name}": each.out.shape[-1],
         }  # fmt: skip

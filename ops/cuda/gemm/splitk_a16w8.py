@@ -22,7 +22,7 @@ from fp8fn.ops.cuda.limits import (
     floor_power_of_two,
     largest_cluster,
 )
-from fp8fn.ops.cuda.operands import as_batch, column_steps, map_fault, weight_product_types
+from fp8fn.ops.cuda.operands import column_steps, map_fault, tma_batch, weight_product_types
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
@@ -295,8 +295,8 @@ def plan(product: WeightProduct, config: SplitKConfig) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared(k, product.w.block),
             args={
-                "x": TensorMap(as_batch(x), (1, x_rows, 64), 128),
-                "w": TensorMap(as_batch(w.mT), (1, config.BN, STAGE_K), 128),
+                "x": TensorMap(tma_batch(x), (1, x_rows, 64), 128),
+                "w": TensorMap(tma_batch(w.mT), (1, config.BN, STAGE_K), 128),
                 "w_scale": product.w.scale, "bias": product.bias, "out": product.out, "M": m, "N": n, "K": k,
                 "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "x_rows": x_rows, "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),

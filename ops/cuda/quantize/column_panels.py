@@ -12,7 +12,7 @@ from typing import Final
 from torch import Tensor
 
 from fp8fn.ops.cuda.limits import MOST_BLOCKS
-from fp8fn.ops.cuda.operands import as_batch, hardware_fault, is_aligned, offsets_fault, rows_fault
+from fp8fn.ops.cuda.operands import hardware_fault, is_aligned, offsets_fault, rows_fault, tma_batch
 from fp8fn.ops.cuda.runtime.launch import TensorMap
 from fp8fn.ops.layout import WHOLE, is_column_major
 from fp8fn.ops.operands import PLAIN, Quantization, Quantized
@@ -70,7 +70,7 @@ def tensor_map(q: Quantization, box_rows: int) -> TensorMap:
         x = x.as_strided((q.matrices, *x.shape[-2:]), x.stride()[-3:])
     # With a larger promotion, a miss would bring a part of the next panel, which another cluster reads at another time:
     # 10 % slower.
-    return TensorMap(as_batch(x), (1, box_rows, panel_columns(q)), ROW_BYTES, promotion=ROW_BYTES)
+    return TensorMap(tma_batch(x), (1, box_rows, panel_columns(q)), ROW_BYTES, promotion=ROW_BYTES)
 
 
 def panel_columns(q: Quantization) -> int:
