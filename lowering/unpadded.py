@@ -122,11 +122,19 @@ class _Masked:
         self._traced, self._compiling = copy(TracingContext.try_get()), CompileContext.try_get()
 
     def __call__(self, *args: Any) -> Any:
-        if self._compiled is None:
-            self._compiled = self._first()
-        return self._compiled(*args)
+        compiled = self._compiled
+        return (self._first() if compiled is None else compiled)(*args)
 
     def _first(self) -> Callable[..., Any]:
+        from fp8fn.ops.torch_private.dynamo import compile_lock
+
+        with compile_lock:  # threads may call the model at once, or Dynamo may compile another function
+            if self._compiled is None:
+                self._compiled = self._compile_masked()
+                self._graph, self._inputs, self._traced, self._compiling = None, [], None, None
+            return self._compiled
+
+    def _compile_masked(self) -> Callable[..., Any]:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 'backend="fp8fn": attention_mask decides between two compiled graphs, and the capture of a CUDA graph '
@@ -141,9 +149,8 @@ class _Masked:
             torch.inference_mode(False),  # it enables gradients
             torch.set_grad_enabled(gradients),
         ):
-            compiled = self._compile(self._graph, self._inputs)
-        self._graph, self._inputs = None, []
-        return compiled
+            # A copy, for passes change it: if compiling fails, or is interrupted, then the next call compiles again.
+            return self._compile(_copied(self._graph), self._inputs)
 
 
 def _copied(gm: GraphModule) -> GraphModule:

@@ -1,4 +1,4 @@
-"""Dynamo's settings, and its errors when it compiles a function again. Importing it takes a second."""
+"""Dynamo's settings, its lock, and its errors when it compiles a function again. Importing it takes a second."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401
@@ -24,6 +24,9 @@ with needed_by("fp8fn.decoding_loop"):
 
     look_for(settings, "error_on_recompile")
     look_for(settings, "skip_nnmodule_hook_guards")
+
+with needed_by('torch.compile(backend="fp8fn")'):
+    from torch._dynamo.convert_frame import compile_lock
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,6 +182,51 @@ def test_regions(first: str, region: str) -> None:
         torch.testing.assert_close(compiled(x.clone().requires_grad_(), mask), wanted, atol=1e-5, rtol=1e-5)
     assert [all(each) for each in kept.masks] == ([False, True] if first == "ones" else [True])
     assert [any(each) for each in kept.masks] == ([False, True] if first == "ones" else [True])
+
+
+def test_threads_compile_the_second_graph_once() -> None:
+    class Slow(Kept):
+        def _compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            time.sleep(0.1)
+            return super()._compile(gm, inputs)
+
+    kept, together, found = Slow(), threading.Barrier(2), []
+    compiled = torch.compile(attended, backend=kept, fullgraph=True)
+    x = drawn()
+    compiled(x, ones())
+
+    def first_with_padding() -> None:
+        together.wait()
+        found.append(compiled(x, padded()))
+
+    threads = [threading.Thread(target=first_with_padding) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    for out in found:
+        torch.testing.assert_close(out, attended(x, padded()), atol=1e-5, rtol=1e-5)
+    assert kept.masks == [[False], [True]]
+
+
+def test_a_second_graph_that_fails_to_compile_is_compiled_again() -> None:
+    class Interrupted(Kept):
+        def _compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            compiled = super()._compile(gm, inputs)
+            if len(self.graphs) == 2:
+                for node in [*attentions(gm)]:
+                    node.target = torch.add  # as passes do that were interrupted
+                raise KeyboardInterrupt
+            return compiled
+
+    kept, x = Interrupted(), drawn()
+    compiled = torch.compile(attended, backend=kept, fullgraph=True)
+    compiled(x, ones())
+    with pytest.raises(KeyboardInterrupt):
+        compiled(x, padded())
+    torch.testing.assert_close(compiled(x, padded()), attended(x, padded()), atol=1e-5, rtol=1e-5)
+    assert kept.masks == [[False], [], [True]]
 
 
 def test_processes_that_wait_for_each_other_have_one_graph() -> None:
