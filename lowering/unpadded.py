@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from fp8fn.lowering.causal_masks import Droppable, drop, droppable
 from fp8fn.lowering.graph.nodes import tensor_of, value
+from fp8fn.ops.sharded import is_sharded
 from fp8fn.ops.torch_private.core import (
     CompileContext,
     FakeTensor,
@@ -80,8 +81,13 @@ def _is_unsure(placeholder: Node, given: Any) -> bool:
 
 
 def _communicates(module: Any) -> bool:
-    """Whether processes wait for each other in the graph, which each of them would then choose by its own batch."""
-    return isinstance(module, GraphModule) and any("c10d" in str(node.target) for node in module.graph.nodes)
+    """Whether processes wait for each other in the graph, which each of them would then choose by its own batch.
+
+    Products, `redistribute` and `full_tensor` of DTensors become collectives after Dynamo.
+    """
+    return isinstance(module, GraphModule) and any(
+        "c10d" in str(node.target) or is_sharded(value(node)) for node in module.graph.nodes
+    )
 
 
 def _may_tell_padding(given: Any) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
@@ -234,6 +236,27 @@ def test_processes_that_wait_for_each_other_have_one_graph() -> None:
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,)))
     assert unpadded._communicates(GraphModule(nn.Module(), graph))
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[dist.DeviceMesh]:
+    """One process, in which redistributing a DTensor is traced as it is among many."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+def test_collectives_of_dtensors_are_among_them(mesh: dist.DeviceMesh) -> None:
+    """AOTAutograd alone makes them: Dynamo's graph has a method of a DTensor."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    weight = distribute_tensor(torch.randn(D, D), mesh, [Shard(0)])
+
+    def model(x: Tensor, tokens: Tensor) -> Tensor:
+        return attended(x @ weight.full_tensor(), tokens)
+
+    assert served(model, (drawn(), ones()), (drawn(), padded())) == [[True]]
 
 
 def test_a_capture_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
