@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fp8fn.lowering.causal_masks import Droppable, drop, droppable
-from fp8fn.lowering.graph.nodes import tensor_of, value
+from fp8fn.lowering.graph.nodes import given_tensor, set_given_tensor, tensor_of, value
 from fp8fn.ops.sharded import is_sharded
 from fp8fn.ops.torch_private.core import (
     CompileContext,
@@ -129,18 +129,18 @@ class _Masked:
 
     def __call__(self, *args: Any) -> Any:
         compiled = self._compiled
-        return (self._first() if compiled is None else compiled)(*args)
+        return (self._first(args) if compiled is None else compiled)(*args)
 
-    def _first(self) -> Callable[..., Any]:
+    def _first(self, args: Sequence[Any]) -> Callable[..., Any]:
         from fp8fn.ops.torch_private.dynamo import compile_lock
 
         with compile_lock:  # threads may call the model at once, or Dynamo may compile another function
             if self._compiled is None:
-                self._compiled = self._compile_masked()
+                self._compiled = self._compile_masked(args)
                 self._graph, self._inputs, self._traced, self._compiling = None, [], None, None
             return self._compiled
 
-    def _compile_masked(self) -> Callable[..., Any]:
+    def _compile_masked(self, args: Sequence[Any]) -> Callable[..., Any]:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 'backend="fp8fn": attention_mask decides between two compiled graphs, and the capture of a CUDA graph '
@@ -148,6 +148,11 @@ class _Masked:
             )
         _LOG.info("a batch has padding: the graph is compiled again, with the masks of its attentions")
         assert self._graph is not None
+        # A copy, for passes change it: if compiling fails, or is interrupted, then the next call compiles again.
+        graph = _copied(self._graph)
+        for node, given in zip(graph.graph.find_nodes(op="placeholder"), args, strict=True):
+            if isinstance(given, Tensor) and given_tensor(node) is None:  # a weight that has replaced the traced one
+                set_given_tensor(node, given)
         gradients = torch.is_grad_enabled()
         with (
             tracing(self._traced),
@@ -155,8 +160,7 @@ class _Masked:
             torch.inference_mode(False),  # it enables gradients
             torch.set_grad_enabled(gradients),
         ):
-            # A copy, for passes change it: if compiling fails, or is interrupted, then the next call compiles again.
-            return self._compile(_copied(self._graph), self._inputs)
+            return self._compile(graph, self._inputs)
 
 
 def _copied(gm: GraphModule) -> GraphModule:

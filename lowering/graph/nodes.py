@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any, Final
 
 from torch import Tensor
@@ -34,8 +35,16 @@ def tensor_of(node: Any) -> Tensor:
 
 def given_tensor(node: Node) -> Tensor | None:
     """The caller's own tensor, of which an input of Dynamo's graph is the trace; None if Dynamo has not kept it."""
-    found = getattr(node.meta.get("grapharg"), "example", None)
+    try:
+        found = getattr(node.meta.get("grapharg"), "example", None)
+    except AssertionError:  # Dynamo's reference is weak, and the tensor is gone
+        return None
     return found if isinstance(found, Tensor) else None
+
+
+def set_given_tensor(node: Node, given: Tensor) -> None:
+    """Makes `given` the caller's own tensor, of which this input is the trace."""
+    node.meta["grapharg"] = SimpleNamespace(example=given)
 
 
 def origin_of(node: Node) -> tuple[str, bool]:

@@ -345,6 +345,16 @@ def test_the_backward_of_the_first_graph_is_compiled_after_the_second(fresh_cach
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_a_weight_that_was_replaced_between_the_graphs(fresh_caches: None) -> None:
+    """Dynamo's reference to the first one is weak."""
+    step = Step("Llama")
+    with torch.no_grad():
+        for mask in (ones(), padded()):
+            assert step.differs(mask) < 1e-5
+            projection = step.model.model.layers[0].mlp.up_proj
+            projection.weight = nn.Parameter(torch.randn_like(projection.weight))
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("graphs", [False, True])
