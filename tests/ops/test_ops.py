@@ -59,12 +59,13 @@ def is_exact(name: str, device: torch.device) -> bool:
 def assert_near(actual: Any, expected: Any) -> None:
     """Equal but for the order of a float32 sum: 1e-5 in norm, and a rare rounding to the neighbour in 16 or 8 bits.
 
-    On a GPU another number of rows may be another kernel's, and Hopper's FP8 products keep 14 bits of a sum.
+    On a GPU another number of rows, or another layout of them, may be another kernel's. Hopper's FP8 products keep 14
+    bits of a sum: beside exact sums one in seven then rounds to the neighbour in bfloat16, 1.4e-3 in norm.
     """
     for got, want in zip(outputs(actual), outputs(expected), strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        of_sums = 2**-12 if want.is_cuda else 1e-5
-        bound = of_sums if want.dtype == torch.float32 else 1e-2 if want.dtype in NARROW else 1e-3
+        of_sums, rounded = (2**-12, 2e-3) if want.is_cuda else (1e-5, 1e-3)
+        bound = of_sums if want.dtype == torch.float32 else 1e-2 if want.dtype in NARROW else rounded
         assert (got.double() - want.double()).norm() <= bound * want.double().norm()
 
 
