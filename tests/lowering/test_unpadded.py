@@ -69,7 +69,7 @@ class Kept:
 
     @property
     def masks(self) -> list[list[bool]]:
-        """Of each graph, whether its attentions have masks."""
+        """Whether the attentions of each graph have masks."""
         found = [[arguments(node) for node in attentions(graph)] for graph in self.graphs]
         return [[given is not None and given["attn_mask"] is not None for given in each] for each in found]
 
