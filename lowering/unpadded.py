@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from fp8fn.lowering.causal_masks import Droppable, drop, droppable
 from fp8fn.lowering.graph.nodes import given_tensor, set_given_tensor, tensor_of, value
+from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.sharded import is_sharded
 from fp8fn.ops.torch_private.core import (
     CompileContext,
@@ -100,7 +101,7 @@ def _are_ones(tensors: Collection[Any]) -> bool:
     """Whether all elements of all tensors are one. The host waits for them."""
     if any(type(each) is not Tensor or is_functorch_wrapped_tensor(each) for each in tensors):
         return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if graph_capture.capturing():
         return False
     return all(bool((each == 1).all()) for each in tensors)
 
@@ -110,7 +111,8 @@ def _waits(mask: Droppable) -> bool:
     return tensor_of(mask.node).device.type != "cpu"
 
 
-def _work(mask: Droppable) -> float:
+def _work(mask: Droppable) -> int:
+    """The multiplications of an attention's scores."""
     query, key = (tensor_of(mask.given[name]) for name in ("query", "key"))
     return math.prod(query.shape) * key.shape[2]
 
@@ -141,7 +143,7 @@ class _Masked:
             return self._compiled
 
     def _compile_masked(self, args: Sequence[Any]) -> Callable[..., Any]:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if graph_capture.capturing():
             raise RuntimeError(
                 'backend="fp8fn": attention_mask decides between two compiled graphs, and the capture of a CUDA graph '
                 "can't read it; call the model without attention_mask, or once before with one that has a zero"

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule
 from fp8fn.lowering import unpadded
 from fp8fn.lowering.graph.sdpa import arguments, attentions
 from fp8fn.lowering.unpadded import by_padding
+from fp8fn.ops.cuda.runtime import graph_capture
 from support.tiny_models import two_layers
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -264,13 +265,12 @@ def test_a_capture_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(attended, backend=kept, fullgraph=True)
     x = drawn()
     compiled(x, ones())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(graph_capture, "capturing", lambda: True)
     with pytest.raises(RuntimeError, match="call the model without attention_mask, or once before"):
         compiled(x, ones())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(graph_capture, "capturing", lambda: False)
     compiled(x, padded())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(graph_capture, "capturing", lambda: True)
     torch.testing.assert_close(compiled(x, ones()), attended(x, ones()))
     assert kept.masks == [[False], [True]]
 
