@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -46,10 +47,30 @@ def test_the_84_shapes() -> None:
     assert set(llm84.SHAPES) == {s[2:] for s in LLM84}
 
 
-def test_overhead_is_measured() -> None:
-    results = overhead.measure(rounds=50, repeats=2)  # with fewer rounds, other tests disturb the fastest one
+def test_overhead_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of function calls, which no other process disturbs: a call makes those of its work, and its own."""
+    made = itertools.count()
+    monkeypatch.setattr(overhead, "time", SimpleNamespace(perf_counter=lambda: next(made)))
+    profile = sys.getprofile()
+    sys.setprofile(lambda frame, event, arg: event in ("call", "c_call") and next(made))
+    try:
+        results = overhead.measure(rounds=2, repeats=3)
+    finally:
+        sys.setprofile(profile)
     assert set(results) == set(overhead.BARS)
     assert all(result.call > result.work > 0 for result in results.values())
+
+
+def test_overhead_is_of_the_fastest_rounds_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, costs = [0.0], {"call": iter((9e-6, 5e-6, 6e-6)), "work": iter((4e-6, 7e-6, 3e-6))}
+    monkeypatch.setattr(overhead, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def run(name: str) -> Callable[[], None]:
+        return lambda: now.__setitem__(0, now[0] + next(costs[name]))
+
+    result = overhead._compare(run("call"), run("work"), rounds=3, repeats=1)
+    assert result == pytest.approx((5.0, 3.0))
+    assert result.extra == pytest.approx(2.0)
 
 
 class TestTiming:
