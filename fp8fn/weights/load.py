@@ -113,6 +113,8 @@ def load_weights(
         True
     """
     check_activations("load_weights", activations)
+    if dtype is not None:  # float8_e4m3fn would round every other tensor to FP8 without a scale
+        arguments.out_dtype("load_weights", "dtype", dtype)
     contents = read_contents(path)
     stored = pieces_in_files(model)
     slots = list(_slots(model))
@@ -267,6 +269,7 @@ def _types(model: nn.Module, slots: Iterable[_Slot], dtype: torch.dtype | None) 
     """The type of each tensor: float32 where `from_pretrained` of transformers keeps that, whatever the model's is.
 
     A model that is built in 16 bits has these tensors in 16 bits, too: the correction of DeepSeek-V3's router, say.
+    Integers, bools and complex numbers have the model's type, as after `load_state_dict`.
     """
     strict, of_half = (
         {pattern.replace("*", ".*") for module in model.modules() for pattern in _names_in(module, attribute)}
@@ -275,7 +278,9 @@ def _types(model: nn.Module, slots: Iterable[_Slot], dtype: torch.dtype | None) 
     kept = {torch.bfloat16: strict, torch.float16: strict | of_half}
     types = {}
     for slot in slots:
-        wanted = dtype or slot.tensor.dtype
+        wanted = slot.tensor.dtype
+        if dtype is not None and wanted.is_floating_point:
+            wanted = dtype
         patterns = kept.get(wanted, ())
         if any(re.search(pattern, name) for pattern in patterns for name in slot.names):
             wanted = torch.float32
@@ -307,8 +312,7 @@ def _converted(
         moved = FP8Weight(moved, stands_for, activations)
     if isinstance(value, ScaledTensor):
         return nn.Parameter(moved, requires_grad=False)
-    if moved.is_floating_point() and dtype.is_floating_point:
-        moved = moved.to(dtype)
+    moved = moved.to(dtype)
     if not slot.is_parameter:
         return moved
     return nn.Parameter(moved, requires_grad=old.requires_grad and moved.is_floating_point())

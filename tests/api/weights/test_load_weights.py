@@ -214,6 +214,38 @@ def test_integers_are_no_floating_point_values(start: str, strict: bool, tmp_pat
                 assert state(model) == before
 
 
+def test_tensors_that_are_no_floating_point_numbers_get_the_models_type(tmp_path: Path) -> None:
+    """As after `load_state_dict`: positions that a cast of a whole model made floats are integers again."""
+    stored = {
+        "ids": torch.tensor([2.0, 3.0]).bfloat16(), "mask": torch.tensor([1, 0], dtype=torch.uint8),
+        "count": torch.tensor([5, 6, 7], dtype=torch.int32), "phase": torch.tensor([2.0, 3.0]),
+    }  # fmt: skip
+    save_file({**tensors(), **stored}, tmp_path / "model.safetensors")
+    model = Model()
+    own = {
+        "ids": torch.zeros(2, dtype=torch.int64), "mask": torch.zeros(2, dtype=torch.bool), "count": torch.arange(3),
+        "phase": torch.zeros(2, dtype=torch.complex64),
+    }  # fmt: skip
+    for name, value in own.items():
+        model.register_buffer(name, value)
+    fp8fn.load_weights(model, tmp_path, dtype=BF16)
+    for name, value in own.items():
+        loaded = model.get_buffer(name)
+        assert loaded.dtype == value.dtype, name
+        assert torch.equal(loaded, stored[name].to(value.dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float64, torch.int32], ids=str)
+def test_a_type_that_no_product_returns_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In FP8 without scales, the embedding and the norms would lose their values."""
+    save_file(tensors(), tmp_path / "model.safetensors")
+    model = Model()
+    before = state(model)
+    with pytest.raises(TypeError, match=rf"load_weights: dtype={dtype} is not an output type"):
+        fp8fn.load_weights(model, tmp_path, dtype=dtype)
+    assert state(model) == before
+
+
 def test_the_report_reads_as_pytorchs(tmp_path: Path) -> None:
     written = tensors()
     del written["head.weight"]
