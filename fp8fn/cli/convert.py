@@ -2,7 +2,8 @@
 
 INPUT is a safetensors file, an index or a folder. OUTPUT gets files of the same names, the index, and a config.json
 with a `quantization_config`. Weights in 16 bits are quantized. FP8 weights of a source in another format keep their
-bytes where the block stays, and are quantized again where it changes. Other tensors are copied.
+bytes where the block stays. They are quantized again where it changes, or where their scales must become powers of two.
+Other tensors are copied.
 
 Each weight is compared with its source as it is written. The command fails and names the weight if its SNR is under
 25 dB, or if the source has NaN or Inf. A file gets its name only when it is complete and on the disk. An interrupted

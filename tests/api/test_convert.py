@@ -275,6 +275,46 @@ def test_a_weight_with_nan_or_inf_is_named(tmp_path: Path, capsys: pytest.Captur
     assert torch.equal(fp8fn.load_blockwise(tmp_path / "out")["bad.weight"], bad) is not math.isnan(broken)
 
 
+def test_an_fp8_weight_with_nan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where its bytes are kept and nothing is computed."""
+    q = fp8fn.quantize(torch.randn(256, 256), (128, 128), dtype=E4M3)
+    q.data.view(torch.uint8)[200, 0] = 0xFF
+    save_file({"bad.weight": q.data, "bad.weight_scale_inv": q.scale.contiguous()}, tmp_path / "in.safetensors")
+    for block in ("128,128", "1,128"):
+        assert run(tmp_path / "in.safetensors", tmp_path / "out", f"--block={block}") == 1
+        message = capsys.readouterr().err
+        assert "in.safetensors: tensor 'bad.weight' has NaN or Inf" in message
+        assert "--exclude" not in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("block", "format", "scale"), [
+    ((128, 128), "deepseek", "pow2"), ((1, 32), "deepseek", "e8m0"), ((1, 32), "modelopt", None),
+])  # fmt: skip
+def test_the_scales_of_an_fp8_source_become_powers_of_two(block: Any, format: str, scale: Any, tmp_path: Path) -> None:
+    """Where the options or the format ask for them; scales that are powers already keep the bytes."""
+    q = fp8fn.quantize(torch.randn(256, 256), block, dtype=E4M3)
+    save_file({"a.weight": q.data, "a.weight_scale_inv": q.scale.contiguous()}, tmp_path / "in.safetensors")
+    convert(tmp_path / "in.safetensors", tmp_path / "out", Options(None, scale, format=format))
+    made = scaled(fp8fn.load_blockwise(tmp_path / "out")["a.weight"])
+    values = made.scale.float()
+    assert torch.equal(values.log2(), values.log2().round())
+    assert snr(made.dequantize(torch.float32), q.dequantize(torch.float32)) > 28
+    convert(tmp_path / "out", tmp_path / "again", Options(None, scale, format=format))
+    assert same(scaled(fp8fn.load_blockwise(tmp_path / "again")["a.weight"]).data, made.data)
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (256, 0), (0, 256, 256)], ids=str)
+@pytest.mark.parametrize("block", [(1, -1), (128, 128)], ids=str)
+def test_fp8_weights_without_elements(shape: tuple[int, ...], block: Any, tmp_path: Path) -> None:
+    """Such as experts that are all on other ranks."""
+    q = fp8fn.quantize(torch.empty(shape), (-1, -1), dtype=E4M3)
+    save_file({"a.weight": q.data, "a.weight_scale_inv": q.scale.contiguous()}, tmp_path / "in.safetensors")
+    convert(tmp_path / "in.safetensors", tmp_path / "out", Options(block, format="compressed-tensors"))
+    made = scaled(fp8fn.load_blockwise(tmp_path / "out")["a.weight"])
+    assert (made.shape, made.block) == (shape, block)
+
+
 # Refusals.
 
 

@@ -30,12 +30,15 @@ _BESIDE: Final = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 ORIGIN: Final = "fp8fn.convert"
 SUMS: Final = "fp8fn.convert.crc32"
 # Changes when the bytes that are written for the same source and options change.
-_VERSION: Final = 4
+_VERSION: Final = 5
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight to write: its source, how it is quantized, and how the output stores it."""
+    """A weight to write: its source, how it is quantized, and how the output stores it.
+
+    `kept` says that the source's bytes are those of the output.
+    """
 
     entry: Entry
     layout: WeightLayout
@@ -43,12 +46,7 @@ class Weight:
     name: str
     scale: ScaleFormat
     input_scale: Tensor | None
-
-    @property
-    def kept(self) -> bool:
-        """Whether the source's bytes are those of the output."""
-        old = self.entry.layout
-        return old is not None and old.block == self.layout.block and self.entry.dtype == torch.float8_e4m3fn
+    kept: bool
 
     def written(self) -> list[Written]:
         shape, stored = list(self.entry.shape), self.layout
@@ -147,14 +145,25 @@ def _weight(name: str, entry: Entry, source: CheckpointLayout, options: Options)
     own = None if entry.layout is None else entry.layout.block
     block = options.block or own or (SQUARE if SQUARE in format.forms else next(iter(format.forms)))
     scale = source.input_scales.get(name)
-    kept = entry.layout is not None and own == block
-    powers = options.scale == "e8m0" or (kept and entry.layout is not None and entry.layout.scale_dtype.itemsize == 1)
+    same = entry.layout is not None and own == block
+    exponents = same and entry.layout is not None and entry.layout.scale_dtype.itemsize == 1
+    powers = options.scale == "e8m0" or (options.scale is None and exponents)
     try:
         layout = new_layout(format, name, entry.shape, block, static=scale is not None, powers=powers)
     except ValueError as error:
         raise ValueError(f"{entry.shard.path}: {error}") from None
     usual: ScaleFormat = "fp32" if layout.scale_dtype == torch.float32 else "e8m0"
-    return Weight(entry, layout, format, name, options.scale or usual, scale)
+    asked = options.scale or usual
+    kept = same and entry.dtype == torch.float8_e4m3fn and (asked == "fp32" or _are_powers(entry.scale))
+    return Weight(entry, layout, format, name, asked, scale, kept)
+
+
+def _are_powers(scale: Tensor | None) -> bool:
+    """Whether all scales are powers of two that e8m0 holds."""
+    if scale is None:
+        return False
+    values = scale.float()
+    return torch.equal(values.to(torch.float8_e8m0fnu).float(), values)
 
 
 def files_beside_tensors(

@@ -55,7 +55,9 @@ def write_file(file: BinaryIO, plan: Plan, device: torch.device, progress: Calla
                 if math.isnan(done.snr_db)
                 else f"has {done.snr_db:.1f} dB of signal to noise in FP8, under {LEAST_SNR_DB:.0f}"
             )
-            raise ValueError(f"{plan.shard.path}: tensor {name!r} {reason}; leave it as it is with --exclude {name!r}")
+            # --exclude leaves no weight in FP8: its bytes are of the source's format.
+            remedy = f"; leave it as it is with --exclude {name!r}" if weight.entry.layout is None else ""
+            raise ValueError(f"{plan.shard.path}: tensor {name!r} {reason}{remedy}")
         sums[data] = done.crc
         file.seek(start + starts[scales])
         sums[scales] = write_bytes(file, done.scales, 0)
@@ -86,12 +88,16 @@ def _write_quantized(
     source, layout = weight.entry.load(), weight.layout
     if weight.kept:
         assert isinstance(source, ScaledTensor)
-        crc = 0
+        crc, finite = 0, True
         for piece in source.data.contiguous().view(-1).view(torch.uint8).split(_COPY):
             crc = write_bytes(file, piece, crc)
+            finite &= not bool((piece & 0x7F == 0x7F).any())  # the codes of NaN in e4m3, which has no Inf
             progress(piece.numel())
-        return _Written(crc, stored_scale(source.scale, layout, weight.name), math.inf)
+        return _Written(crc, stored_scale(source.scale, layout, weight.name), math.inf if finite else math.nan)
     tensor = dequantize(source, torch.float32) if isinstance(source, ScaledTensor) else source
+    if not tensor.numel():
+        empty = quantize(tensor, layout.block, dtype=torch.float8_e4m3fn, scale=weight.scale)
+        return _Written(0, stored_scale(empty.scale, layout, weight.name), math.inf)
     signal, noise, crc = 0.0, 0.0, 0
     scales = []
     # Slices of whole blocks of rows.
