@@ -13,10 +13,11 @@ from typing import Final
 import torch
 
 from fp8fn.checkpoint.blocks import TENSOR
-from fp8fn.checkpoint.files import Json, modules, shortened
+from fp8fn.checkpoint.files import Json, Shard, modules, shortened
 from fp8fn.checkpoint.format import Contents, Declared, Format, ScaleForm, Scheme, Schemes, Spelling, UnknownScheme
 
 LAYERS: Final = "_quantization_metadata"  # the key of the metadata that names the layers
+_LAYER: Final = "comfy_quant"  # the tensor of a layer with the bytes of its entry, as ComfyUI itself saves models
 _FORMATS: Final = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
@@ -33,14 +34,25 @@ def _read(declared: Declared) -> Schemes:
         raise ValueError(f"{declared.path}: metadata {LAYERS}={shortened(str(text))!r} names no layers") from None
 
     def scheme(weight: str, shape: Sequence[int]) -> Scheme:
-        kind = names.get(modules([weight])[0])
+        module = modules([weight])[0]
+        marker = f"{module}.{_LAYER}"
+        shard = declared.owners.get(marker)
+        kind, place = (names.get(module), LAYERS) if shard is None else (_format(shard, marker), _LAYER)
         if kind is None:
             return Scheme(None, None, "one scale a weight")
         if str(kind) not in _FORMATS:
-            raise UnknownScheme(f"{LAYERS}'s format {shortened(str(kind))!r}")
-        return Scheme(None, None, f"{LAYERS}'s format {kind}", (_FORMATS[str(kind)],))
+            raise UnknownScheme(f"{place}'s format {shortened(str(kind))!r}")
+        return Scheme(None, None, f"{place}'s format {kind}", (_FORMATS[str(kind)],))
 
     return scheme
+
+
+def _format(shard: Shard, marker: str) -> object:
+    """The format in a layer's tensor, which holds JSON."""
+    try:
+        return json.loads(bytes(shard.tensor(marker).flatten().tolist()))["format"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"{shard.path}: tensor {marker!r} holds no JSON object with a format") from None
 
 
 def _declare_old(contents: Contents) -> dict[str, Json]:
@@ -69,6 +81,7 @@ COMFY: Final = Format(
     methods=(None,),
     scale=Spelling("{name}_scale"),
     input_scale=Spelling("{stem}input_scale"),
+    beside=re.compile(rf"(?:.*\.)?(?:[kvq]_scale|{_LAYER})"),
     forms={TENSOR: ScaleForm("batch")},
     read=_read,
     declare=_declare,

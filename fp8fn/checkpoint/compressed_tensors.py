@@ -44,7 +44,8 @@ def _read(declared: Declared) -> Schemes:
         targets = group.get("targets")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise ValueError(f"{where}.{name}.targets={shortened(repr(targets))} must be a list of names")
-        found.append((targets, group, f"{where}.{name}"))
+        if group.get("weights", group) is not None:  # null: the group quantizes a cache, say, and no weights
+            found.append((targets, group, f"{where}.{name}"))
     schemes: dict[int, Scheme] = {}
 
     def scheme(weight: str, shape: Sequence[int]) -> Scheme:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.checkpoint.blocks import TENSOR
-from fp8fn.checkpoint.files import Json
+from fp8fn.checkpoint.files import Json, Shard
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import WHOLE, Block, scale_shape, swap
 from fp8fn.ops.recipe import Recipe
@@ -153,13 +153,17 @@ class CheckpointLayout:
 
 @dataclass(frozen=True)
 class Declared:
-    """The declarations of a checkpoint's files: the quantization of the config `path`, the metadata of all shards."""
+    """The declarations of a checkpoint's files: the quantization of the config `path`, the metadata of all shards.
+
+    `owners` has the shard of each tensor, for formats that declare in tensors.
+    """
 
     path: Path
     method: str | None
     config: Json
     metadata: Json
     files: Mapping[str, Json]
+    owners: Mapping[str, Shard]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def read_declared(checkpoint: Checkpoint, owners: Mapping[str, Shard]) -> Declar
         files[exported.name] = read_json(exported)
         if method is None:
             path, config, method = exported, dict(files[exported.name]), "modelopt"
-    return Declared(path, method, config or {}, metadata, files)
+    return Declared(path, method, config or {}, metadata, files, owners)
 
 
 def _section(path: Path) -> dict[str, Any] | None:

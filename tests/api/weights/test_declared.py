@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fp8fn.ops.layout import Block
 from fp8fn.weights.load import LoadedWeights
 
 pytest.importorskip("safetensors")
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 
@@ -88,6 +89,46 @@ def test_compressed_tensors_blocks(weights: dict[str, Any], block: Block, tmp_pa
     assert fp8fn.load_weights(again, tmp_path / "again").layout.weights == result.layout.weights
     assert len(files[0]) > 256 * 384 < len(files[1])
     assert torch.equal(again.get_parameter("fc.weight").dequantize(), model.get_parameter("fc.weight").dequantize())
+
+
+@pytest.mark.parametrize("targets", [["LlamaAttention"], ["re:.*"]], ids=str)
+def test_groups_without_weights_quantize_none(targets: list[str], tmp_path: Path) -> None:
+    """llm-compressor's group of a key-value cache, which stands before that of the linear layers."""
+    groups = {"attention": {"targets": targets, "weights": None, "input_activations": TOKENS}, "group_0": group()}
+    section = {"quant_method": "compressed-tensors", "config_groups": groups}
+    result, _ = loaded(tmp_path, {"quantization_config": section}, (1, -1))
+    assert result.layout.recipes["fc.weight"] is not None
+
+
+def entry(content: str) -> Tensor:
+    """A layer's tensor as ComfyUI saves it."""
+    return torch.tensor(list(content.encode()), dtype=torch.uint8)
+
+
+def test_a_layers_tensor_of_comfyui_is_no_parameter(tmp_path: Path) -> None:
+    marker = entry('{"format": "float8_e4m3fn"}')
+    result, model = loaded(tmp_path, {}, (-1, -1), **{"fc.comfy_quant": marker})
+    assert (result.layout.format, result.unexpected_keys) == ("comfy", [])
+    fp8fn.save_weights(model, tmp_path / "again", format=result.layout)
+    assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["fc.comfy_quant"], marker)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": "mxfp8"}', "tensor 'fc.weight' is stored as comfy_quant's format 'mxfp8', which fp8fn"),
+        ('{"format": "float8_e5m2"}', "tensor 'fc.weight' is e4m3fn[256, 384], and declared as comfy_quant's format"),
+        ("{", "model.safetensors: tensor 'fc.comfy_quant' holds no JSON object with a format"),
+        ("[1]", "model.safetensors: tensor 'fc.comfy_quant' holds no JSON object with a format"),
+    ],
+)  # fmt: skip
+def test_a_layers_tensor_of_comfyui_names_the_scheme(content: str, message: str, tmp_path: Path) -> None:
+    """Its MX scales are swizzled, and have the shape of those that are not."""
+    q = fp8fn.quantize(torch.randn(256, 384), (1, 32), scale="e8m0")
+    stored = {"fc.weight": q.data.contiguous(), "fc.weight_scale": q.scale.view(torch.uint8).contiguous()}
+    save_file({**stored, "fc.comfy_quant": entry(content)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fp8fn.load_blockwise(tmp_path)
 
 
 def test_rotations_within_the_weights_need_nothing(tmp_path: Path) -> None:
