@@ -95,32 +95,30 @@ def save_weights(
     ]  # fmt: skip
     # Sorted, because safetensors gives a file's metadata in another order each time.
     metadata = {"format": "pt", **dict(sorted(plan.declared.get("metadata", {}).items()))}
-    files = [folder / f".{name}.partial" for name in names]
+    texts = _texts(plan, config)
+    if len(shards) > 1:
+        texts["model.safetensors.index.json"] = {}
+    # Files get their names once all are written, the tensors last: no tensors stand beside an older declaration.
+    files = {name: folder / f".{name}.partial" for name in (*texts, *names)}
     sizes: dict[str, int] = {}
     owners: dict[str, str] = {}
     try:
-        for file, name, shard in zip(files, names, shards, strict=True):
+        for name, shard in zip(names, shards, strict=True):
             tensors = {part: tensor for key in shard for part, tensor in plan.parts(key)}
             sizes.update((part, tensor.nbytes) for part, tensor in tensors.items())
             owners.update(dict.fromkeys(tensors, name))
-            write_file(file, tensors, metadata)
-        for file, name in zip(files, names, strict=True):
+            write_file(files[name], tensors, metadata)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": owners}
+            texts["model.safetensors.index.json"] = index
+        for name, content in texts.items():
+            files[name].write_bytes((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+        for name, file in files.items():
             file.replace(folder / name)
     except BaseException:
-        for file in files:
+        for file in files.values():
             file.unlink(missing_ok=True)
         raise
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": owners}
-        _write_json(folder / "model.safetensors.index.json", index)
-    for name, content in plan.declared.items():
-        if name not in ("config.json", "metadata"):
-            _write_json(folder / name, content)
-    if "config.json" in plan.declared:
-        drop_declarations(config)
-        config["quantization_config"] = plan.declared["config.json"]
-    if config:
-        _write_json(folder / "config.json", config)
 
 
 @dataclass(frozen=True)
@@ -260,19 +258,31 @@ def _sharded(plan: _Plan) -> Iterator[list[str]]:
     yield shard
 
 
-def _config(folder: Path, model: nn.Module) -> dict[str, Any]:
-    """The content of config.json: what is there, or what the model has."""
+def _texts(plan: _Plan, config: dict[str, Any] | None) -> dict[str, Any]:
+    """The contents of the files beside the tensors, by name."""
+    texts: dict[str, Any] = {
+        name: content for name, content in plan.declared.items() if name not in ("config.json", "metadata")
+    }
+    section = plan.declared.get("config.json")
+    if config is None and section is None:
+        return texts
+    content = dict(config or {})
+    if plan.weights:  # an older declaration is not theirs
+        content.pop("quantization_config", None)
+        drop_declarations(content)
+    texts["config.json"] = content if section is None else {**content, "quantization_config": section}
+    return texts
+
+
+def _config(folder: Path, model: nn.Module) -> dict[str, Any] | None:
+    """The content of config.json: what is there, or what the model has, or None."""
     path = folder / "config.json"
     own: Any = getattr(model, "config", None)
     if path.exists():
         return read_json(path)
     if not hasattr(own, "to_json_string"):
-        return {}
+        return None
     content: dict[str, Any] = json.loads(own.to_json_string())
     if not content.get("architectures"):  # a config made in Python has none, and servers look the model up by it
         content["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     return content
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -228,3 +232,61 @@ def test_a_config_keeps_one_declaration(tmp_path: Path) -> None:
     loaded = fp8fn.load_blockwise(tmp_path / "out")["fc.weight"]
     assert isinstance(loaded, fp8fn.ScaledTensor)
     assert torch.equal(loaded.dequantize(torch.float32), _plain(model.fc.weight))
+
+
+@pytest.mark.parametrize("format", ["comfy", "scaled_fp8"])
+def test_a_format_without_a_declaration_leaves_no_older_one(format: str, tmp_path: Path) -> None:
+    """Such as that of the pretrained model, beside which the FP8 weights could not be read."""
+    old = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for number, more in enumerate(({}, {"layers": 2})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**old, **more}))
+        fp8fn.save_weights(Model((-1, -1)), folder, format=format)
+        assert json.loads((folder / "config.json").read_text()) == more
+        assert fp8fn.load_weights(Model(), folder).layout.format == format
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "hf_quant_config.json", "config.json"])
+def test_a_full_disk_leaves_the_folder_as_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"a": 1}')
+
+    def opened(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = really(self, mode, *args, **options)
+        if name in self.name and mode[0] == "w":
+            file.close()
+            raise OSError(errno.ENOSPC, "No space left on device", str(self))
+        return file
+
+    really = Path.open
+    model = Model((1, -1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", opened)
+        with pytest.raises(OSError, match="No space left on device"):
+            fp8fn.save_weights(model, tmp_path, format="modelopt")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == '{"a": 1}'
+    fp8fn.save_weights(model, tmp_path, format="modelopt")
+    assert fp8fn.load_weights(Model(), tmp_path).layout.format == "modelopt"
+
+
+def test_a_linked_config_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+    """The files of a snapshot of the Hugging Face Hub's cache are links to those that all snapshots share."""
+    (tmp_path / "blob").write_text('{"a": 1}')
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "blob")
+    fp8fn.save_weights(Model(), tmp_path / "out")
+    assert (tmp_path / "blob").read_text() == '{"a": 1}'
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).keys() == {"a", "quantization_config"}
+
+
+def test_names_beyond_ascii_under_any_locale(tmp_path: Path) -> None:
+    """config.json is UTF-8, also where Python's own encoding of text files is not."""
+    code = (
+        "import fp8fn, torch; model = torch.nn.ModuleDict({'\\u0441': torch.nn.Linear(8, 8)}); "
+        "model['fc'] = torch.nn.Linear(128, 128); fp8fn.quantize_weights(model); fp8fn.save_weights(model, 'out')"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **ascii_only}, check=True)
+    section = json.loads((tmp_path / "out" / "config.json").read_bytes())["quantization_config"]
+    assert section["modules_to_not_convert"] == ["\u0441"]
