@@ -32,8 +32,8 @@ from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
 from fp8fn.ops.layout import BLOCKS, Block, scale_is_column_major, scale_shape, turned
 from fp8fn.scaled_tensor import ScaledTensor
 
-# Metadata that a saved model does not get: checksums of the file that `convert` wrote.
-_NOT_KEPT: Final = ("fp8fn.convert", "format")
+# Keys of metadata that a saved model does not get: checksums of the file that `convert` wrote.
+_NOT_KEPT: Final = ("fp8fn.convert", "fp8fn.convert.crc32", "format")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     weights = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
     inputs = reader.input_scales({name: entries[name].shape for name in weights})
     own.update(map(format.input_scale.of, inputs))
-    kept = {key: value for key, value in declared.metadata.items() if not key.startswith(_NOT_KEPT)}
+    kept = {key: value for key, value in declared.metadata.items() if key not in _NOT_KEPT}
     layout = CheckpointLayout(format.name, weights, inputs, beside, {**declared.files, "metadata": kept})
     return Contents(entries, layout, frozenset(own))
 

@@ -145,6 +145,17 @@ def test_a_module_may_own_the_scale_of_activations_that_the_checkpoint_has(tmp_p
         fp8fn.save_weights(owner, tmp_path / "c", format=layout, input_scales=refused_scale)
 
 
+def test_torchaos_metadata_of_any_name_is_saved_again(tmp_path: Path) -> None:
+    """Its keys are the tensors' names, one of which may begin as the metadata of all files does."""
+    model = nn.ModuleDict({"format_in": nn.Linear(128, 128)})
+    fp8fn.quantize_weights(model, block=(1, -1))
+    fp8fn.save_weights(model, tmp_path / "a", format="torchao")
+    layout = fp8fn.load_weights(model, tmp_path / "a").layout
+    fp8fn.save_weights(model, tmp_path / "b", format=layout)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert first == second
+
+
 HOLDS = "safetensors files cannot hold; use a dense tensor of bfloat16, float16,"
 META = "x is on the meta device and has no values; load the model first"
 
