@@ -343,8 +343,9 @@ def test_from_one_format_to_another(name: str, tmp_path: Path, capsys: pytest.Ca
     able = next(other for other, format in FORMATS.items() if block in format.forms and other != name)
     assert run(tmp_path / "a", tmp_path / "b", "--format", able) == 0
     second = fp8fn.load_blockwise(tmp_path / "b")
-    for key, value in first.items():
-        other = second[key]
+    assert first.keys() - second.keys() == set(FORMATS[name].markers)
+    for key in first.keys() & second.keys():
+        value, other = first[key], second[key]
         if isinstance(value, fp8fn.ScaledTensor):
             value, other = value.data, scaled(other).data
         assert isinstance(other, Tensor)
@@ -354,6 +355,19 @@ def test_from_one_format_to_another(name: str, tmp_path: Path, capsys: pytest.Ca
     assert again.block == (1, -1)
     assert snr(fp8fn.dequantize(again, torch.float32), fp8fn.dequantize(direct, torch.float32)) > 25
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("source", ["deepseek", "scaled_fp8"])
+def test_the_marker_by_which_comfyui_knows_scaled_files(source: str, tmp_path: Path) -> None:
+    """Without the tensor, it multiplies by the FP8 data alone. `save_weights` writes the same tensors."""
+    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(128, 128)})
+    fp8fn.quantize_weights(model, block=(-1, -1))
+    fp8fn.save_weights(model, tmp_path / "a", format=source)
+    fp8fn.save_weights(model, tmp_path / "b", format="scaled_fp8")
+    convert(tmp_path / "a", tmp_path / "c", Options(format="scaled_fp8"))
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in "bc")
+    assert first.keys() == second.keys()
+    assert all(same(value, second[name]) and value.shape == second[name].shape for name, value in first.items())
 
 
 def test_a_scheme_that_is_not_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def plan_files(contents: Contents, options: Options) -> list[Plan]:
     layouts = {name: weight.layout for name, weight in weights.items()}
     shapes = {name: weight.entry.shape for name, weight in weights.items()}
     declared = declaration(format, Declarable(layouts, shapes, dtypes, list(others), left))
-    plans = []
+    plans: list[Plan] = []
     for shard in dict.fromkeys(entry.shard for entry in contents.entries.values()):
         mine = {name: weight for name, weight in weights.items() if weight.entry.shard is shard}
         copied = {name: entry for name, entry in others.items() if entry.shard is shard}
@@ -133,6 +133,9 @@ def plan_files(contents: Contents, options: Options) -> list[Plan]:
             dtype, shape = shard.header(entry.tensor)
             size = entry.dtype.itemsize
             entries.append(Written(name, dtype, shape, math.prod(shape) * size, size))
+        if not plans:
+            missing = [marker for marker in format.markers if marker not in others]
+            entries += [written(marker, torch.empty(0, dtype=format.dtypes[0])) for marker in missing]
         origin = {"version": _VERSION, "options": asdict(options), "source": identity(shard.path)}
         # Through JSON, so that it equals the origin that is read back, whose tuples are lists.
         made = json.loads(json.dumps(origin))
