@@ -168,6 +168,9 @@ class _Reader:
             return False
         if there:
             return True
+        activated = self.format.input_scale.weight(name)
+        if activated is not None and self.format.data.of(activated) in self.owners:
+            return False  # torchao's scale of activations is spelled like scales of a weight
         raise ValueError(f"{shard.path}: tensor {name!r} has the scales of {data!r}, which is not there")
 
     def entry(self, weight: str, name: str) -> Entry:

@@ -29,6 +29,9 @@ from fp8fn.checkpoint.format import (
 from fp8fn.ops.layout import WHOLE, Block, known_block
 
 NAMES: Final = "tensor_names"  # the key of the metadata's list
+_PARTS: Final = ["qdata", "scale"]
+# The parts of a weight whose activations have a static scale, in torchao's order: optional ones first.
+_STATIC: Final = ["act_quant_scale", *_PARTS]
 PLAIN: Final = json.dumps({"_type": "Tensor"})  # the entry of a tensor that is no subclass
 
 
@@ -42,10 +45,11 @@ def _read(declared: Declared) -> Schemes:
         except (ValueError, TypeError, KeyError, RecursionError):
             raise UnknownScheme(f"no scheme: the file's metadata for {weight!r} is {shortened(str(note))!r}") from None
         words = f"torchao's {shortened(str(kind))}"
-        if not isinstance(data, dict) or parts != ["qdata", "scale"]:
+        static = parts == _STATIC and kind == "Float8Tensor"
+        if not isinstance(data, dict) or not (static or parts == _PARTS):
             raise UnknownScheme(f"{words} of parts {shortened(str(parts))}")
         if kind == "Float8Tensor":
-            return Scheme(_block(data.get("block_size"), shape, words), _activations(data, words), words)
+            return Scheme(_block(data.get("block_size"), shape, words), _activations(data, static, words), words)
         if kind == "MXTensor" and _value(data.get("elem_dtype")) == "float8_e4m3fn" and data.get("block_size") == 32:
             if data.get("is_swizzled_scales"):
                 raise UnknownScheme(f"{words} with swizzled scales")
@@ -75,7 +79,7 @@ def _block(sizes: object, shape: Sequence[int], words: str) -> Block:
     return block
 
 
-def _activations(data: dict[str, Any], words: str) -> Activations | None:
+def _activations(data: dict[str, Any], static: bool, words: str) -> Activations | None:
     arguments = _value(data.get("act_quant_kwargs"))
     if arguments is None:
         return None
@@ -88,7 +92,7 @@ def _activations(data: dict[str, Any], words: str) -> Activations | None:
         block = {"PerRow": CHANNEL, "PerTensor": TENSOR}.get(str(kind))
     if block is None:
         raise UnknownScheme(f"{words} with activations {shortened(json.dumps(granularity))}")
-    return Activations(block)
+    return Activations(block, static)
 
 
 def _encoded(kind: str, data: Any) -> dict[str, Any]:
@@ -123,7 +127,7 @@ def _note(shape: tuple[int, ...], layout: WeightLayout, dtype: torch.dtype) -> s
             "act_quant_kwargs": inputs if asked else None, "elem_dtype": _E4M3_NOTE, "block_size": 32,
             "orig_dtype": stands_for, "kernel_preference": _AUTO, "is_swizzled_scales": False,
         }  # fmt: skip
-        return json.dumps({**_encoded("MXTensor", data), "_tensor_data_names": ["qdata", "scale"]})
+        return json.dumps({**_encoded("MXTensor", data), "_tensor_data_names": _PARTS})
     sizes = [size if b == WHOLE else b for size, b in zip(shape[-2:], layout.block, strict=True)]
     arguments: dict[str, Any] = {
         "float8_dtype": _E4M3_NOTE,
@@ -136,7 +140,9 @@ def _note(shape: tuple[int, ...], layout: WeightLayout, dtype: torch.dtype) -> s
         "act_quant_kwargs": _encoded("QuantizeTensorToFloat8Kwargs", arguments) if asked else None,
         "kernel_preference": _AUTO, "dtype": stands_for,
     }  # fmt: skip
-    return json.dumps({**_encoded("Float8Tensor", data), "_tensor_data_names": ["qdata", "scale"]})
+    # torchao waits for a weight whose tensors in the file are not as many as the names here.
+    parts = _STATIC if asked and asked.static else _PARTS
+    return json.dumps({**_encoded("Float8Tensor", data), "_tensor_data_names": parts})
 
 
 def _declare(contents: Contents) -> dict[str, Json]:

@@ -17,6 +17,7 @@ from fp8fn.ops.layout import Block
 from fp8fn.weights.load import LoadedWeights
 
 pytest.importorskip("safetensors")
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -129,6 +130,21 @@ def test_a_layers_tensor_of_comfyui_names_the_scheme(content: str, message: str,
     save_file({**stored, "fc.comfy_quant": entry(content)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(message)):
         fp8fn.load_blockwise(tmp_path)
+
+
+def test_torchaos_static_scale_is_a_part_of_the_weight(tmp_path: Path) -> None:
+    """torchao counts the tensors of a weight, and waits for more where there are not as many as its entry names."""
+    model = nn.ModuleDict({"fc": nn.Linear(384, 256, bias=False)})
+    fp8fn.quantize_weights(model, block=(-1, -1))
+    fp8fn.save_weights(model, tmp_path, format="torchao", input_scales={"fc.weight": 0.5})
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = json.loads(file.metadata()["fc.weight"])["_tensor_data_names"]
+        assert {f"fc._weight_{name}" for name in names} == set(file.keys())
+    layout = fp8fn.load_weights(model, tmp_path).layout
+    activations = layout.weights["fc.weight"].activations
+    assert activations is not None
+    assert activations.static
+    assert layout.input_scales["fc.weight"].item() == 0.5
 
 
 def test_rotations_within_the_weights_need_nothing(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ CASES: Final[list[tuple[str, Block, bool]]] = [
     for name, form in FORMATS.items()
     for block in form.forms
     for static in ((True,) if form.forms[block].static else (False, True) if block == (-1, -1) else (False,))
-    if block in SCALES and (not static or name != "torchao")
+    if block in SCALES
 ]
 IDS: Final = torch.tensor([[1, 127, 7, 30, 2], [3, 4, 5, 6, 9]])
 
