@@ -70,7 +70,7 @@ SCALED_FP8: Final = Format(
     scale=Spelling("{stem}scale_weight"),
     input_scale=Spelling("{stem}scale_input"),
     beside=re.compile(r"(?:.*\.)?scaled_fp8"),
-    forms={TENSOR: ScaleForm("batch")},
+    forms={TENSOR: ScaleForm("batch", may_be_static=True)},
     read=_read_old,
     declare=_declare_old,
     dtypes=(torch.float8_e4m3fn, torch.float8_e5m2),
@@ -82,7 +82,7 @@ COMFY: Final = Format(
     scale=Spelling("{name}_scale"),
     input_scale=Spelling("{stem}input_scale"),
     beside=re.compile(rf"(?:.*\.)?(?:[kvq]_scale|{_LAYER})"),
-    forms={TENSOR: ScaleForm("batch")},
+    forms={TENSOR: ScaleForm("batch", may_be_static=True)},
     read=_read,
     declare=_declare,
 )

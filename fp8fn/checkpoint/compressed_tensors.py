@@ -193,8 +193,8 @@ COMPRESSED_TENSORS: Final = Format(
     scale=Spelling("{name}_scale"),
     input_scale=Spelling("{stem}input_scale"),
     forms={
-        CHANNEL: ScaleForm(activations=CHANNEL),
-        TENSOR: ScaleForm("one", activations=(1, WHOLE)),
+        CHANNEL: ScaleForm(activations=CHANNEL, may_be_static=True),
+        TENSOR: ScaleForm("one", activations=(1, WHOLE), may_be_static=True),
         SQUARE: ScaleForm(activations=GROUP),
         GROUP: ScaleForm(activations=GROUP),
         MX: ScaleForm(dtype=torch.uint8, activations=MX),

@@ -192,12 +192,14 @@ class ScaleForm:
         dtype: Type of the scales; uint8 holds the exponents of powers of two.
         activations: Block of the dynamic activations that the format declares by default; None: 16 bits.
         static: Whether the format asks for a static scale of activations.
+        may_be_static: Whether it may have one. No server multiplies weights in blocks along K by such activations.
     """
 
     shape: str = "grid"
     dtype: torch.dtype = torch.float32
     activations: Block | None = None
     static: bool = False
+    may_be_static: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

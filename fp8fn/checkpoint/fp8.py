@@ -97,7 +97,7 @@ DEEPSEEK: Final = Format(
         SQUARE: ScaleForm(activations=GROUP),
         GROUP: ScaleForm(activations=GROUP),
         MX: ScaleForm(activations=MX),
-        TENSOR: ScaleForm("batch", activations=(1, WHOLE)),
+        TENSOR: ScaleForm("batch", activations=(1, WHOLE), may_be_static=True),
     },
     read=_read,
     declare=_declare("fp8", "modules_to_not_convert"),
@@ -116,7 +116,7 @@ AUTOFP8: Final = Format(
     methods=("fp8",),
     scale=Spelling("{name}_scale"),
     input_scale=Spelling("{stem}input_scale"),
-    forms={TENSOR: ScaleForm("batch", activations=(1, WHOLE))},
+    forms={TENSOR: ScaleForm("batch", activations=(1, WHOLE), may_be_static=True)},
     read=_read,
     declare=_declare("fp8", "ignored_layers"),
 )

@@ -19,12 +19,18 @@ from fp8fn.ops.layout import Block
 _RENAME: Final = "rename it, or use another format"
 
 
+def takes_static(format: Format, block: Block) -> bool:
+    """Whether activations of weights in these blocks may have a static scale in the format."""
+    form = format.forms.get(block)
+    return form is not None and (form.static or form.may_be_static)
+
+
 def new_layout(
     format: Format, name: str, shape: Sequence[int], block: Block, *, static: bool, powers: bool
 ) -> WeightLayout:
     """How a format stores a weight; `powers`: its scales are e8m0, which only MX blocks keep as exponents.
 
-    Raises ValueError where it has no such blocks, or needs a scale of activations.
+    Raises ValueError where it has no such blocks, or needs a scale of activations, or has none.
     """
     form = format.forms.get(block)
     if form is None:
@@ -35,6 +41,11 @@ def new_layout(
         raise ValueError(
             f"{name} has blocks of {block}, for which '{format.name}' declares a static scale of activations; pass "
             "input_scales={name: scale}, or use another block or format"
+        )
+    if static and not takes_static(format, block):
+        raise ValueError(
+            f"{name} has blocks of {block}, for which '{format.name}' has no static scale of activations; leave "
+            f"input_scales out, or use blocks of {TENSOR}"
         )
     activations = None if form.activations is None else Activations(form.activations)
     if static:

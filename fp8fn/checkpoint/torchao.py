@@ -185,7 +185,7 @@ TORCHAO: Final = Format(
     beside=re.compile(r"(?!)"),
     forms={
         CHANNEL: ScaleForm(activations=CHANNEL),
-        TENSOR: ScaleForm(activations=TENSOR),
+        TENSOR: ScaleForm(activations=TENSOR, may_be_static=True),
         SQUARE: ScaleForm(activations=GROUP),
         MX: ScaleForm(dtype=torch.float8_e8m0fnu, activations=MX),
     },

@@ -16,7 +16,7 @@ from fp8fn.arguments import checked
 from fp8fn.checkpoint.files import DTYPES, Json, read_json
 from fp8fn.checkpoint.format import CheckpointLayout, Contents, Format, WeightLayout
 from fp8fn.checkpoint.formats import FORMATS, drop_declarations
-from fp8fn.checkpoint.plan import check_names, declaration, new_layout, stored_scale
+from fp8fn.checkpoint.plan import check_names, declaration, new_layout, stored_scale, takes_static
 from fp8fn.checkpoint.write import write_file
 from fp8fn.ops.formats import SCALE_DTYPES, short_name
 from fp8fn.ops.sharded import is_sharded
@@ -192,12 +192,17 @@ def _planned(
     chosen = FORMATS[kept.format if kept else str(format)]
     scaled = {name: value.scaled for name, value in state.items() if isinstance(value, FP8Weight)}
     given = {name: _as_scale(name, value, scaled) for name, value in input_scales.items()}
-    inputs = {**{name: scale for name, scale in (kept.input_scales if kept else {}).items() if name in scaled}, **given}
+    static = kept.input_scales if kept else {}
+    stay = {
+        name: scale
+        for name, scale in static.items()
+        if name in scaled and (_is_kept(kept, name, scaled[name]) or takes_static(chosen, scaled[name].block))
+    }
+    inputs = {**stay, **given}
     weights = {}
     for name, value in scaled.items():
-        old = kept.weights.get(name) if kept else None
-        if old is not None and old.block == value.block and name not in given:
-            weights[name] = old
+        if kept is not None and _is_kept(kept, name, value) and name not in given:
+            weights[name] = kept.weights[name]
             continue
         if value.dtype not in chosen.dtypes:
             raise ValueError(f"save_weights: {name} is {value.dtype}, and '{chosen.name}' declares {chosen.dtypes[0]}")
@@ -215,7 +220,7 @@ def _planned(
             raise ValueError(f"save_weights: {error}") from None
     others = [name for name in state if name not in scaled]
     # A module's own parameters may be the scales of activations and the other tensors that the layout has.
-    own = {chosen.input_scale.of(name) for name in inputs if name not in given}.union(kept.beside if kept else ())
+    own = {chosen.input_scale.of(name) for name in static if name not in given}.union(kept.beside if kept else ())
     try:
         check_names(chosen, scaled.keys(), {name: state[name].dtype for name in others if name not in own})
     except ValueError as error:
@@ -235,6 +240,11 @@ def _planned(
         except ValueError as error:
             raise ValueError(f"save_weights: {error}") from None
     return _Plan(chosen, {**state, **extra}, weights, inputs, declared)
+
+
+def _is_kept(layout: CheckpointLayout | None, name: str, value: ScaledTensor) -> bool:
+    """Whether a weight still has the blocks of its layout."""
+    return layout is not None and name in layout.weights and layout.weights[name].block == value.block
 
 
 def _as_scale(name: str, value: Tensor | float, scaled: Mapping[str, ScaledTensor]) -> Tensor:

@@ -357,6 +357,24 @@ def test_from_one_format_to_another(name: str, tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_static_scale_stays_where_the_format_has_one(format: str, tmp_path: Path) -> None:
+    """A server refuses it, or never reads it, beside weights in blocks along K: their activations are dynamic."""
+    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(256, 256)})
+    fp8fn.quantize_weights(model, block=(-1, -1))
+    fp8fn.save_weights(model, tmp_path / "in", format="modelopt", input_scales={"fc.weight": 0.5})
+    for number, block in enumerate(FORMATS[format].forms):
+        convert(tmp_path / "in", tmp_path / str(number), Options(block, format=format))
+        layout = fp8fn.load_weights(model, tmp_path / str(number)).layout
+        activations = layout.weights["fc.weight"].activations
+        static = block == (-1, -1) or (format, block) == ("compressed-tensors", (1, -1))
+        assert (activations is not None and activations.static) == static
+        assert set(layout.input_scales) == ({"fc.weight"} if static else set())
+        config = json.loads((tmp_path / str(number) / "config.json").read_text()) if format != "comfy" else {}
+        declared = config.get("quantization_config", {}).get("activation_scheme")
+        assert declared in (None, "static" if static else "dynamic")
+
+
 @pytest.mark.parametrize("source", ["deepseek", "scaled_fp8"])
 def test_the_marker_by_which_comfyui_knows_scaled_files(source: str, tmp_path: Path) -> None:
     """Without the tensor, it multiplies by the FP8 data alone. `save_weights` writes the same tensors."""

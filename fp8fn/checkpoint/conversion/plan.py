@@ -19,7 +19,7 @@ from fp8fn.checkpoint.format import CheckpointLayout, Format, WeightLayout
 from fp8fn.checkpoint.format import Contents as Declarable
 from fp8fn.checkpoint.formats import FORMATS, drop_declarations
 from fp8fn.checkpoint.load import Contents, Entry
-from fp8fn.checkpoint.plan import check_names, declaration, new_layout
+from fp8fn.checkpoint.plan import check_names, declaration, new_layout, takes_static
 from fp8fn.checkpoint.write import Written, header, in_order, written
 from fp8fn.ops.formats import FP8_DTYPES, ScaleFormat
 
@@ -147,7 +147,7 @@ def _weight(name: str, entry: Entry, source: CheckpointLayout, options: Options)
     format = FORMATS[options.format]
     own = None if entry.layout is None else entry.layout.block
     block = options.block or own or (SQUARE if SQUARE in format.forms else next(iter(format.forms)))
-    scale = source.input_scales.get(name)
+    scale = source.input_scales.get(name) if takes_static(format, block) else None
     same = entry.layout is not None and own == block
     exponents = same and entry.layout is not None and entry.layout.scale_dtype.itemsize == 1
     powers = options.scale == "e8m0" or (options.scale is None and exponents)

@@ -156,6 +156,18 @@ def test_torchaos_metadata_of_any_name_is_saved_again(tmp_path: Path) -> None:
     assert first == second
 
 
+def test_blocks_whose_activations_have_no_static_scale(tmp_path: Path) -> None:
+    model = Model()
+    message = "save_weights: fc.weight has blocks of (128, 128), for which 'deepseek' has no static scale"
+    refused(model, tmp_path, message, input_scales={"fc.weight": 0.5})
+    whole = Model((-1, -1))
+    fp8fn.save_weights(whole, tmp_path / "a", format="modelopt", input_scales={"fc.weight": 0.5})
+    layout = fp8fn.load_weights(whole, tmp_path / "a").layout
+    fp8fn.save_weights(model, tmp_path / "b", format=layout)  # quantized again, in other blocks
+    again = fp8fn.load_weights(Model(), tmp_path / "b").layout
+    assert (again.weights["fc.weight"].block, again.input_scales) == ((128, 128), {})
+
+
 HOLDS = "safetensors files cannot hold; use a dense tensor of bfloat16, float16,"
 META = "x is on the meta device and has no values; load the model first"
 
