@@ -74,7 +74,7 @@ class JoinedEntry:
 
     def load(self) -> ScaledTensor | Tensor:
         """The parameter on the CPU. Each piece is copied into its place, so that one copy is in memory."""
-        data = torch.empty(self.shape, dtype=self.dtype)
+        data = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         for piece, entry in self.parts:
             bytes_of(piece.of(data)).copy_(bytes_of(entry.shard.tensor(entry.tensor)))
         if self.scale is None or self.layout is None:
@@ -211,7 +211,7 @@ def _joined(name: str, shape: tuple[int, ...], parts: list[tuple[Piece, Entry]])
     if first.scale is None or first.layout is None:
         return JoinedEntry(tuple(parts), first.dtype, shape)
     block = first.layout.block
-    scale = torch.empty(scale_shape(shape, block), dtype=first.scale.dtype)
+    scale = torch.empty(scale_shape(shape, block), dtype=first.scale.dtype, device="cpu")
     filled: dict[tuple[int, ...], Entry] = {}
     for piece, entry in parts:
         assert entry.scale is not None

@@ -228,7 +228,7 @@ def _planned(
     if kept is not None:
         extra = {name: tensor for name, tensor in kept.beside.items() if name not in state}
     else:
-        extra = dict.fromkeys(chosen.markers if scaled else (), torch.empty(0, dtype=chosen.dtypes[0]))
+        extra = dict.fromkeys(chosen.markers if scaled else (), torch.empty(0, dtype=chosen.dtypes[0], device="cpu"))
     left = [name for name in others if name.endswith(".weight") and state[name].ndim in (2, 3)]
     if kept is not None and weights == kept.weights:
         declared: Mapping[str, Json] = kept.declared
@@ -250,7 +250,7 @@ def _is_kept(layout: CheckpointLayout | None, name: str, value: ScaledTensor) ->
 def _as_scale(name: str, value: Tensor | float, scaled: Mapping[str, ScaledTensor]) -> Tensor:
     if name not in scaled:
         raise ValueError(f"save_weights: input_scales has {name!r}, which is no FP8 weight of the model")
-    scale = torch.as_tensor(value, dtype=torch.float32)
+    scale = torch.as_tensor(value, dtype=torch.float32, device="cpu")
     if scale.numel() != 1 or not 0 < scale.item() < float("inf"):
         raise ValueError(f"save_weights: input_scales[{name!r}]={value!r} must be one finite and positive number")
     return scale

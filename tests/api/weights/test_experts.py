@@ -124,6 +124,17 @@ def test_experts_in_several_files(tmp_path: Path) -> None:
     check_same(loaded, model)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_experts_are_joined_where_the_files_are_read(fp8: bool, tmp_path: Path) -> None:
+    """Not on PyTorch's default device, which may be a GPU, or meta while the model is built."""
+    model = (quantized if fp8 else build)("qwen3_moe")
+    fp8fn.save_weights(model, tmp_path)
+    loaded = empty("qwen3_moe")
+    with torch.device("meta"):
+        fp8fn.load_weights(loaded, tmp_path)
+    check_same(loaded, model)
+
+
 @pytest.mark.parametrize("given", [None, torch.bfloat16], ids=str)
 def test_what_transformers_keeps_in_float32(given: torch.dtype | None, tmp_path: Path) -> None:
     """DeepSeek-V3's correction of the router chooses experts by differences that bfloat16 does not have."""

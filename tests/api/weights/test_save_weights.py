@@ -168,6 +168,15 @@ def test_blocks_whose_activations_have_no_static_scale(tmp_path: Path) -> None:
     assert (again.weights["fc.weight"].block, again.input_scales) == ((128, 128), {})
 
 
+def test_pytorchs_default_device_is_not_that_of_files(tmp_path: Path) -> None:
+    model = Model((-1, -1))
+    with torch.device("meta"):
+        fp8fn.save_weights(model, tmp_path, format="scaled_fp8", input_scales={"fc.weight": 0.5})
+        layout = fp8fn.load_weights(model, tmp_path).layout
+    assert layout.input_scales["fc.weight"].item() == 0.5
+    assert model.fc.weight.device.type == "cpu"
+
+
 HOLDS = "safetensors files cannot hold; use a dense tensor of bfloat16, float16,"
 META = "x is on the meta device and has no values; load the model first"
 
