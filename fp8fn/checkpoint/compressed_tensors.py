@@ -137,7 +137,8 @@ def _block(args: dict[str, Any], where: str) -> Block | None:
         written = _BLOCK.fullmatch(sizes) if isinstance(sizes, str) else None  # "128x128", of older files
         return declared_block(list(map(int, written.groups())) if written else sizes, f"{where}: block_structure")
     if strategy == "group":
-        return {32: MX, 128: GROUP}.get(args.get("group_size") or 0)
+        size = args.get("group_size")
+        return {32: MX, 128: GROUP}.get(size) if isinstance(size, int) else None
     return _WHOLE.get(str(strategy))
 
 

@@ -86,8 +86,8 @@ def _activations(data: dict[str, Any], static: bool, words: str) -> Activations 
     granularity = arguments.get("granularity") if isinstance(arguments, dict) else None
     kind = granularity.get("_type") if isinstance(granularity, dict) else None
     if kind == "PerBlock":
-        sizes = (_value(granularity) or {}).get("block_size")
-        block = known_block(sizes)
+        sizes = _value(granularity)
+        block = known_block(sizes.get("block_size")) if isinstance(sizes, dict) else None
     else:
         block = {"PerRow": CHANNEL, "PerTensor": TENSOR}.get(str(kind))
     if block is None:

@@ -174,6 +174,7 @@ CASES: Final = {
     "4 bits": Case(weight(SCALE, ROWS), ct(num_bits=4), "float4 per channel"),
     "asymmetric": Case(weight(SCALE, ROWS), ct(symmetric=False), "asymmetric float8"),
     "group of 16": Case(weight(SCALE, ROWS), ct(strategy="group", group_size=16), "per group of 16"),
+    "group of a list": Case(weight(SCALE, ROWS), ct(strategy="group", group_size=[128]), "per group of [128]"),
     "e5m2": Case(weight(INV, SQUARE), {**FP8, "fmt": "e5m2"}, "is stored as fp8 e5m2"),
     "int activations": Case(weight(SCALE, ROWS), activations(type="int"), "activations of int8"),
     "local activations": Case(weight(SCALE, ROWS), activations(dynamic="local"), "activations of float8"),
@@ -329,6 +330,7 @@ def test_torchaos_metadata(tmp_path: Path) -> None:
     tensors = {"fc._weight_qdata": torch.ones(200, 300).to(E4M3), "fc._weight_scale": ROWS, "fc.bias": torch.ones(200)}
     good = {"_type": "Float8Tensor", "_data": {"block_size": [1, 300]}, "_tensor_data_names": ["qdata", "scale"]}
     mx = {"_type": "torch.dtype", "_data": "float8_e4m3fn"}
+    listed = {"_type": "PerBlock", "_data": [1, 128]}
     for entry, message in (
         (None, "no scheme: the file's metadata for 'fc.weight' is 'None'"),
         ("{", "no scheme"),
@@ -336,6 +338,8 @@ def test_torchaos_metadata(tmp_path: Path) -> None:
         ({**good, "_tensor_data_names": ["qdata", "scale", "zero_point"]}, "of parts ['qdata', 'scale', 'zero_point']"),
         ({**good, "_data": {"block_size": [1, 7]}}, "block_size [1, 7]"),
         ({**good, "_data": {"block_size": "x"}}, "block_size 'x'"),
+        ({**good, "_data": {"block_size": [1, 300], "act_quant_kwargs": {"_data": {"granularity": listed}}}},
+         'activations {"_type": "PerBlock"'),
         ({**good, "_type": "MXTensor", "_data": {"block_size": 32, "elem_dtype": mx, "is_swizzled_scales": True}},
          "swizzled scales"),
         ({**good, "_type": "MXTensor", "_data": {"block_size": 32}}, "torchao's MXTensor"),
