@@ -304,6 +304,25 @@ def test_the_scales_of_an_fp8_source_become_powers_of_two(block: Any, format: st
     assert same(scaled(fp8fn.load_blockwise(tmp_path / "again")["a.weight"]).data, made.data)
 
 
+def test_fp8_weights_that_are_left_keep_their_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = {}
+    for name in ("a", "b"):
+        q = fp8fn.quantize(torch.randn(256, 256), (128, 128), dtype=E4M3)
+        stored |= {f"{name}.weight": q.data, f"{name}.weight_scale_inv": q.scale.contiguous()}
+    save_file(stored, tmp_path / "in.safetensors")
+    for number, patterns in enumerate((("--exclude", "b.weight"), ("--include", "a.weight"))):
+        out = tmp_path / str(number)
+        options = ("--format", "compressed-tensors", "--block=1,128", "--scale", "pow2", *patterns)
+        assert run(tmp_path / "in.safetensors", out, *options) == 0
+        made = fp8fn.load_blockwise(out)
+        assert scaled(made["a.weight"]).block == (1, 128)
+        assert scaled(made["b.weight"]).block == (128, 128)
+        assert same(scaled(made["b.weight"]).data, stored["b.weight"])
+        assert same(scaled(made["b.weight"]).scale, stored["b.weight_scale_inv"])
+    assert run(tmp_path / "in.safetensors", tmp_path / "c", "--block=1,128", "--exclude", "b.weight") == 1
+    assert "declares one block for all weights; use 'compressed-tensors'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shape", [(0, 256), (256, 0), (0, 256, 256)], ids=str)
 @pytest.mark.parametrize("block", [(1, -1), (128, 128)], ids=str)
 def test_fp8_weights_without_elements(shape: tuple[int, ...], block: Any, tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ class Options:
         if self.block not in forms:
             raise ValueError(f"block={self.block!r} is no block of {self.format!r}; it must be one of {list(forms)}")
 
+    def named(self, name: str) -> bool:
+        """Whether `exclude` does not name a tensor, and `include`, if there is one, names it."""
+        return not matches(name, self.exclude) and (not self.include or matches(name, self.include))
+
     def take(self, name: str, tensor: Entry) -> bool:
         """Whether a tensor goes to FP8: the tensors that `include` names, by default weights of linear layers.
 
@@ -51,10 +55,10 @@ class Options:
         """
         if tensor.dtype not in INPUT_DTYPES or len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
             return False
-        if matches(name, self.exclude):
+        if not self.named(name):
             return False
         if self.include:
-            return matches(name, self.include)
+            return True
         large = tensor.shape[-2] >= LEAST_N and tensor.shape[-1] >= LEAST_K
         named = name.endswith(".weight") or (len(tensor.shape) == 3 and not name.endswith("bias"))
         return large and named and why_sensitive(name, *tensor.shape[-2:]) is None

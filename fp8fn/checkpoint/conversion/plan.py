@@ -146,17 +146,20 @@ def plan_files(contents: Contents, options: Options) -> list[Plan]:
 def _weight(name: str, entry: Entry, source: CheckpointLayout, options: Options) -> Weight:
     format = FORMATS[options.format]
     own = None if entry.layout is None else entry.layout.block
-    block = options.block or own or (SQUARE if SQUARE in format.forms else next(iter(format.forms)))
+    usual_block = SQUARE if SQUARE in format.forms else next(iter(format.forms))
+    again = own is None or options.named(name)
+    block = (options.block if again else None) or own or usual_block
+    chosen = options.scale if again else None
     scale = source.input_scales.get(name) if takes_static(format, block) else None
     same = entry.layout is not None and own == block
     exponents = same and entry.layout is not None and entry.layout.scale_dtype.itemsize == 1
-    powers = options.scale == "e8m0" or (options.scale is None and exponents)
+    powers = chosen == "e8m0" or (chosen is None and exponents)
     try:
         layout = new_layout(format, name, entry.shape, block, static=scale is not None, powers=powers)
     except ValueError as error:
         raise ValueError(f"{entry.shard.path}: {error}") from None
     usual: ScaleFormat = "fp32" if layout.scale_dtype == torch.float32 else "e8m0"
-    asked = options.scale or usual
+    asked = chosen or usual
     kept = same and entry.dtype == torch.float8_e4m3fn and (asked == "fp32" or _are_powers(entry.scale))
     return Weight(entry, layout, format, name, asked, scale, kept)
 

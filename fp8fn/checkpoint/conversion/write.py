@@ -56,7 +56,7 @@ def write_file(file: BinaryIO, plan: Plan, device: torch.device, progress: Calla
                 if math.isnan(done.snr_db)
                 else f"has {done.snr_db:.1f} dB of signal to noise in FP8, under {LEAST_SNR_DB:.0f}"
             )
-            # --exclude leaves no weight in FP8: its bytes are of the source's format.
+            # --exclude keeps an FP8 weight's bytes, and NaN among them.
             remedy = f"; leave it as it is with --exclude {name!r}" if weight.entry.layout is None else ""
             raise ValueError(f"{plan.shard.path}: tensor {name!r} {reason}{remedy}")
         sums[data] = done.crc
