@@ -51,7 +51,10 @@ def new_layout(
     if static:
         activations = Activations(TENSOR, static=True)
     dtype = torch.uint8 if powers and block == MX and form.dtype == torch.float32 else form.dtype
-    return WeightLayout(block, shapes(shape, block)[form.shape], dtype, activations)
+    possible = shapes(shape, block)
+    grid, stored = possible["grid"], possible[form.shape]
+    # Experts have a scale each, for which a shape of one scale has no room.
+    return WeightLayout(block, stored if math.prod(stored) == math.prod(grid) else grid, dtype, activations)
 
 
 def declaration(format: Format, contents: Contents) -> dict[str, Json]:

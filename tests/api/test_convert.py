@@ -323,6 +323,26 @@ def test_fp8_weights_that_are_left_keep_their_block(tmp_path: Path, capsys: pyte
     assert "declares one block for all weights; use 'compressed-tensors'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_experts_in_every_block(format: str, in_fp8: bool, tmp_path: Path) -> None:
+    """Their scales differ, and are read back with the data, which `Verified` is computed from before it is written."""
+    x = torch.randn(3, 256, 384) * torch.tensor([0.01, 1.0, 30.0])[:, None, None]
+    stored = {"e.up": x}
+    if in_fp8:
+        q = fp8fn.quantize(x, (-1, -1), dtype=E4M3)
+        x = q.dequantize(torch.float32)
+        stored = {"e.up": q.data.contiguous(), "e.up_scale_inv": q.scale.contiguous()}
+    save_file(stored, tmp_path / "in.safetensors")
+    blocks = [block for block, form in FORMATS[format].forms.items() if not form.static]
+    for number, block in enumerate(blocks):
+        convert(tmp_path / "in.safetensors", tmp_path / str(number), Options(block, include=("e.up",), format=format))
+        made = scaled(fp8fn.load_blockwise(tmp_path / str(number))["e.up"])
+        assert made.block == block
+        for one, other in zip(made.dequantize(torch.float32), x, strict=True):
+            assert snr(one, other) > 28
+
+
 @pytest.mark.parametrize("shape", [(0, 256), (256, 0), (0, 256, 256)], ids=str)
 @pytest.mark.parametrize("block", [(1, -1), (128, 128)], ids=str)
 def test_fp8_weights_without_elements(shape: tuple[int, ...], block: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8fn.checkpoint.conversion.plan import Plan, Weight
 from fp8fn.checkpoint.plan import stored_scale
-from fp8fn.checkpoint.write import offsets, write_bytes
+from fp8fn.checkpoint.write import offsets, write_bytes, written
 from fp8fn.ops.layout import WHOLE, scale_shape
 from fp8fn.quantization import dequantize, quantize
 from fp8fn.scaled_tensor import ScaledTensor
@@ -60,6 +60,7 @@ def write_file(file: BinaryIO, plan: Plan, device: torch.device, progress: Calla
             remedy = f"; leave it as it is with --exclude {name!r}" if weight.entry.layout is None else ""
             raise ValueError(f"{plan.shard.path}: tensor {name!r} {reason}{remedy}")
         sums[data] = done.crc
+        assert written(scales, done.scales) in plan.entries  # else they lie over other tensors' bytes
         file.seek(start + starts[scales])
         sums[scales] = write_bytes(file, done.scales, 0)
         if weight.input_scale is not None:
