@@ -212,7 +212,8 @@ class Format:
         scale: Spelling of a weight's scales.
         data: Spelling of a weight's data.
         input_scale: Spelling of a static scale of activations.
-        beside: Pattern of its other tensors that are no parameters: scales of key-value caches, markers.
+        beside: Pattern of its other tensors that are no parameters: scales of key-value caches.
+        declaring: Pattern of its tensors that declare the weights, as metadata does; another declaration replaces them.
         forms: The blocks that it can write, and how.
         read: What the declaration says of each weight, as a function of its name and shape.
         declare: The declaration of a checkpoint; see `CheckpointLayout.declared`.
@@ -227,6 +228,7 @@ class Format:
     data: Spelling = field(default_factory=lambda: Spelling("{name}"))
     input_scale: Spelling
     beside: re.Pattern[str] = re.compile(r"(?:.*\.)?[kvq]_scale")
+    declaring: re.Pattern[str] = re.compile(r"(?!)")
     forms: Mapping[Block, ScaleForm]
     read: Callable[[Declared], Schemes]
     declare: Callable[[Contents], dict[str, Json]]

@@ -136,7 +136,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
             continue
         weight = format.data.weight(name) or name
         entries[weight] = reader.entry(weight, name)
-        if format.beside.fullmatch(name):
+        if format.beside.fullmatch(name) or format.declaring.fullmatch(name):
             beside[name] = shard.tensor(name)
             _check_finite(shard.path, name, beside[name])
             own.add(name)

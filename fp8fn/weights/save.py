@@ -225,12 +225,16 @@ def _planned(
         check_names(chosen, scaled.keys(), {name: state[name].dtype for name in others if name not in own})
     except ValueError as error:
         raise ValueError(f"save_weights: {error}") from None
-    if kept is not None:
-        extra = {name: tensor for name, tensor in kept.beside.items() if name not in state}
-    else:
-        extra = dict.fromkeys(chosen.markers if scaled else (), torch.empty(0, dtype=chosen.dtypes[0], device="cpu"))
+    same = kept is not None and weights == kept.weights
+    extra = {
+        name: tensor
+        for name, tensor in (kept.beside if kept else {}).items()
+        if name not in state and (same or not chosen.declaring.fullmatch(name))
+    }
+    if scaled and not same:
+        extra |= dict.fromkeys(chosen.markers, torch.empty(0, dtype=chosen.dtypes[0], device="cpu"))
     left = [name for name in others if name.endswith(".weight") and state[name].ndim in (2, 3)]
-    if kept is not None and weights == kept.weights:
+    if kept is not None and same:
         declared: Mapping[str, Json] = kept.declared
     else:
         types = {name: state[name].dtype for name in weights}

@@ -134,8 +134,7 @@ def plan_files(contents: Contents, options: Options) -> list[Plan]:
             size = entry.dtype.itemsize
             entries.append(Written(name, dtype, shape, math.prod(shape) * size, size))
         if not plans:
-            missing = [marker for marker in format.markers if marker not in others]
-            entries += [written(marker, torch.empty(0, dtype=format.dtypes[0])) for marker in missing]
+            entries += [written(marker, torch.empty(0, dtype=format.dtypes[0])) for marker in format.markers]
         origin = {"version": _VERSION, "options": asdict(options), "source": identity(shard.path)}
         # Through JSON, so that it equals the origin that is read back, whose tuples are lists.
         made = json.loads(json.dumps(origin))

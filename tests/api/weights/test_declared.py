@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import fp8fn
 from fp8fn import FP8Weight
+from fp8fn.checkpoint.conversion.convert import convert
+from fp8fn.checkpoint.conversion.options import Options
 from fp8fn.ops.layout import Block
 from fp8fn.weights.load import LoadedWeights
 
@@ -112,6 +114,26 @@ def test_a_layers_tensor_of_comfyui_is_no_parameter(tmp_path: Path) -> None:
     assert (result.layout.format, result.unexpected_keys) == ("comfy", [])
     fp8fn.save_weights(model, tmp_path / "again", format=result.layout)
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["fc.comfy_quant"], marker)
+
+
+@pytest.mark.parametrize(("format", "name"), [("comfy", "fc.comfy_quant"), ("scaled_fp8", "scaled_fp8")])
+def test_another_declaration_replaces_tensors_that_declare(format: str, name: str, tmp_path: Path) -> None:
+    """Of a weight that is e4m3 after a conversion, or in 16 bits when the model is saved."""
+    data = torch.randn(256, 256).to(torch.float8_e5m2)
+    marker = entry('{"format": "float8_e5m2"}') if format == "comfy" else torch.empty(0, dtype=torch.float8_e5m2)
+    scale = "fc.weight_scale" if format == "comfy" else "fc.scale_weight"
+    (tmp_path / "a").mkdir()
+    save_file({"fc.weight": data, scale: torch.tensor(0.5), name: marker}, tmp_path / "a" / "model.safetensors")
+    convert(tmp_path / "a", tmp_path / "b", Options(format=format))
+    written = load_file(tmp_path / "b" / "model.safetensors")
+    assert written["fc.weight"].dtype == torch.float8_e4m3fn
+    assert format == "comfy" or written[name].dtype == torch.float8_e4m3fn
+    assert fp8fn.load_blockwise(tmp_path / "b")["fc.weight"].dtype == torch.float8_e4m3fn
+    model = nn.ModuleDict({"fc": nn.Linear(256, 256, bias=False)})
+    layout = fp8fn.load_weights(model, tmp_path / "a").layout
+    model["fc"].weight = nn.Parameter(torch.ones(256, 256))
+    fp8fn.save_weights(model, tmp_path / "c", format=layout)
+    assert load_file(tmp_path / "c" / "model.safetensors").keys() == {"fc.weight"}
 
 
 @pytest.mark.parametrize(
