@@ -47,6 +47,9 @@ class LoadedWeights(IncompatibleKeys):
         made.layout = layout
         return made
 
+    def __getnewargs__(self) -> Any:  # of copy and pickle, which else would leave the layout out
+        return (*self, self.layout)
+
 
 @dataclass(frozen=True)
 class _Slot:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -259,6 +261,16 @@ def test_the_report_reads_as_pytorchs(tmp_path: Path) -> None:
             load(Model())
         found.append(str(raised.value))
     assert found[0] == found[1]
+
+
+def test_the_report_is_copied_and_pickled_with_its_layout(tmp_path: Path) -> None:
+    """As ranks send each other objects."""
+    save_file(tensors(), tmp_path / "model.safetensors")
+    report = fp8fn.load_weights(Model(), tmp_path)
+    for again in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+        assert repr(again) == "<All keys matched successfully>"
+        assert again.layout == report.layout
+        assert again.layout.weights.keys() == {"up.weight", "down.weight", "experts"}
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:
