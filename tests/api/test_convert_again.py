@@ -256,6 +256,25 @@ def test_files_of_another_conversion_stay(tmp_path: Path, capsys: pytest.Capture
     assert torch.equal(torch.frexp(w.scale).mantissa, torch.full_like(w.scale, 0.5))
 
 
+@pytest.mark.parametrize("sharded_first", [False, True])
+def test_overwriting_leaves_no_file_that_readers_would_find_first(sharded_first: bool, tmp_path: Path) -> None:
+    """fp8fn looks for an index first, and transformers for model.safetensors. Files of others stay."""
+    checkpoint(tmp_path / "many")
+    (tmp_path / "one").mkdir()
+    save_file({"w.weight": torch.randn(256, 256)}, tmp_path / "one" / "model.safetensors")
+    names = ("many", "one") if sharded_first else ("one", "many")
+    assert run(tmp_path / names[0], tmp_path / "out") == 0
+    theirs = {"adapter.safetensors": b"theirs", "adapter.safetensors.index.json": b"{}"}
+    for name, text in theirs.items():
+        (tmp_path / "out" / name).write_bytes(text)
+    assert run(tmp_path / names[1], tmp_path / "out", "--overwrite") == 0
+    assert run(tmp_path / names[1], tmp_path / "fresh") == 0
+    expected = content(tmp_path / "fresh") | theirs
+    found = content(tmp_path / "out")
+    assert {name: found[name] for name in expected} == expected
+    assert not [name for name in found.keys() - expected.keys() if ".safetensors" in name]
+
+
 def test_a_damaged_output_is_not_taken_for_a_complete_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint(tmp_path / "in")
     assert run(tmp_path / "in", tmp_path / "out") == 0

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from fp8fn.checkpoint.conversion.existing import check_room, differences
+from fp8fn.checkpoint.conversion.existing import check_room, differences, left_over
 from fp8fn.checkpoint.conversion.options import Options
 from fp8fn.checkpoint.conversion.output import UNFINISHED, complete_file, locked
 from fp8fn.checkpoint.conversion.plan import Plan, files_beside_tensors, plan_files
@@ -79,6 +79,8 @@ def convert(
         made = [unfinished / plan.name for plan in plans if plan in todo or unfinished / plan.name in whole]
         if made and checkpoint.index is not None:
             (output / checkpoint.index.name).unlink(missing_ok=True)  # an index never names files of two conversions
+        for path in left_over(output, [plan.name for plan in plans], texts) if overwrite else ():
+            path.unlink()
         for path in made:
             path.replace(output / path.name)
         for name, text in texts.items():

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fp8fn.checkpoint.conversion.output import UNFINISHED
 from fp8fn.checkpoint.conversion.plan import ORIGIN, SUMS, Plan
+from fp8fn.checkpoint.files import read_json
+
+_LONGEST_HEADER: Final = 100_000_000  # bytes, as in safetensors
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,35 @@ def differences(plans: Sequence[Plan], folders: Sequence[Path]) -> dict[Path, Di
     size = sum(path.stat().st_size for path in there if path.is_file())
     with tqdm(total=size, desc="checking", unit="B", unit_scale=True, unit_divisor=1024, disable=not there) as bar:
         return {path: _difference(plan, path, bar.update) for path, plan in there.items()}
+
+
+def left_over(output: Path, names: Collection[str], texts: Mapping[str, bytes]) -> list[Path]:
+    """The files of another conversion that this one of files `names` does not replace, and readers would find first.
+
+    These are its shards, and an index that names no other files.
+    """
+    shards = [path for path in output.glob("*.safetensors") if path.name not in names and _is_converted(path)]
+    known = {*names, *(path.name for path in shards)}
+    indexes = [path for path in output.glob("*.safetensors.index.json") if path.name not in texts]
+    return [*shards, *(path for path in indexes if _named_by(path) <= known)]
+
+
+def _is_converted(path: Path) -> bool:
+    """Whether a conversion wrote a file."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length <= _LONGEST_HEADER else b""
+        return ORIGIN in json.loads(text).get("__metadata__", {})
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return False  # damaged, or no safetensors file
+
+
+def _named_by(index: Path) -> set[str]:
+    try:
+        return set(read_json(index)["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {""}  # of no conversion
 
 
 def check_room(output: Path, found: Mapping[Path, Difference | None], texts: Mapping[str, bytes]) -> None:
