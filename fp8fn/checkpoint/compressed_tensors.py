@@ -203,4 +203,5 @@ COMPRESSED_TENSORS: Final = Format(
     read=_read,
     declare=_declare,
     mixed=True,
+    weight_only=True,
 )

@@ -219,6 +219,7 @@ class Format:
         declare: The declaration of a checkpoint; see `CheckpointLayout.declared`.
         dtypes: FP8 types of its weights.
         mixed: Whether a checkpoint can declare several blocks.
+        weight_only: Whether a checkpoint declares for each weight if its activations stay in 16 bits.
         markers: Tensors of no elements that mark the format.
     """
 
@@ -234,6 +235,7 @@ class Format:
     declare: Callable[[Contents], dict[str, Json]]
     dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
     mixed: bool = False
+    weight_only: bool = False
     markers: tuple[str, ...] = ()
 
     def may_be_own(self, weight: str, dtype: torch.dtype | None) -> bool:

@@ -191,4 +191,5 @@ TORCHAO: Final = Format(
     },
     read=_read,
     declare=_declare,
+    weight_only=True,
 )

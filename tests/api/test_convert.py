@@ -414,6 +414,23 @@ def test_a_static_scale_stays_where_the_format_has_one(format: str, tmp_path: Pa
         assert declared in (None, "static" if static else "dynamic")
 
 
+@pytest.mark.parametrize("target", ["compressed-tensors", "torchao"])
+@pytest.mark.parametrize("block", [None, (128, 128)], ids=str)
+def test_activations_that_stay_in_16_bits_stay_so(target: str, block: Any, tmp_path: Path) -> None:
+    """Of a checkpoint with FP8 weights alone, which a server would else multiply by FP8 activations."""
+    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(256, 256)})
+    fp8fn.quantize_weights(model, block=(1, -1))
+    fp8fn.save_weights(model, tmp_path / "in", format="compressed-tensors")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    for name, inputs in (("dynamic", {}), ("16 bits", None)):
+        if inputs is None:
+            config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+            (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+        convert(tmp_path / "in", tmp_path / name, Options(block, format=target))
+        layout = fp8fn.load_weights(model, tmp_path / name).layout
+        assert (layout.recipes["fc.weight"] is None) == (inputs is None)
+
+
 @pytest.mark.parametrize("source", ["deepseek", "scaled_fp8"])
 def test_the_marker_by_which_comfyui_knows_scaled_files(source: str, tmp_path: Path) -> None:
     """Without the tensor, it multiplies by the FP8 data alone. `save_weights` writes the same tensors."""

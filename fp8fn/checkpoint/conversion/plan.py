@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -157,6 +157,9 @@ def _weight(name: str, entry: Entry, source: CheckpointLayout, options: Options)
         layout = new_layout(format, name, entry.shape, block, static=scale is not None, powers=powers)
     except ValueError as error:
         raise ValueError(f"{entry.shard.path}: {error}") from None
+    both = format.weight_only and FORMATS[source.format].weight_only
+    if both and entry.layout is not None and entry.layout.activations is None:
+        layout = replace(layout, activations=None)
     usual: ScaleFormat = "fp32" if layout.scale_dtype == torch.float32 else "e8m0"
     asked = chosen or usual
     kept = same and entry.dtype == torch.float8_e4m3fn and (asked == "fp32" or _are_powers(entry.scale))
