@@ -192,13 +192,15 @@ def turned(x: Tensor, column_major: bool) -> Tensor:
 
 def moved(x: Tensor, device: torch.device | str) -> Tensor:
     """A copy on a device with the same strides; an axis that `expand` made is expanded again, not written out."""
-    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+    expanded = any(stride == 0 for stride in x.stride())
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())] if expanded else x
     copy = torch.empty_strided(once.shape, x.stride(), dtype=x.dtype, device=device)
     if x.element_size() == 1:  # as bytes, for PyTorch copies no e8m0
         copy.view(torch.uint8).copy_(once.view(torch.uint8))
     else:
         copy.copy_(once)
-    return copy.expand(x.shape)
+    # A view by `expand` would have torch.compile add and subtract where the copy is written: in FP8, it rounds.
+    return copy.expand(x.shape) if expanded else copy
 
 
 def as_batch(x: Tensor) -> Tensor:

@@ -207,6 +207,27 @@ def test_a_write_inside_of_a_graph() -> None:
     assert snr(out, torch.ones(1, 256) @ values(expected).T) > 100
 
 
+@pytest.mark.parametrize("how", ["clone", "to"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_copy_that_a_graph_makes_is_written(backend: str, how: str) -> None:
+    """The copy was a view by `expand`, whose write is functionalized as a sum: in FP8 that rounds, or is an error."""
+    w, new = make(256, 200), torch.randn(256, 200)
+    before = [part.clone() for part in parts(w)]
+
+    def write(w: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        copy, x = w.clone() if how == "clone" else w.to("cpu", copy=True), torch.ones(1, 200)
+        first = F.linear(x, copy)
+        copy.copy_(new)
+        return copy, first, F.linear(x, copy)
+
+    copy, first, second = torch.compile(write, backend=backend, fullgraph=True)(w, new)
+    expected = FP8Weight(fp8fn.quantize(new, (128, 128)), torch.float32)
+    assert same(copy, expected)
+    for out, weight in ((first, w), (second, expected)):
+        assert snr(out, torch.ones(1, 200) @ values(weight).T) > 100
+    assert all(map(torch.equal, parts(w), before))
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(strict: bool, tmp_path: Path) -> None:
     model, reference = mlp()
