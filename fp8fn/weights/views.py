@@ -113,9 +113,9 @@ def select(weight: FP8Weight, axis: int, index: int) -> FP8Weight:
     if not -size <= index < size:
         raise IndexError(f"select: index {index} is out of range for dimension {axis} of size {size} of an FP8Weight")
     index %= size
-    form = form._replace(
-        block=form.block[:axis] + form.block[axis + 1 :], shares=form.shares or (block != 1 and size != 1)
-    )
+    # A form holds no symbolic values: it outlives the trace, in the views that a graph returns.
+    shares = form.shares or bool(block != 1 and size != 1)
+    form = form._replace(block=form.block[:axis] + form.block[axis + 1 :], shares=shares)
     at = 0 if block == WHOLE else index // block
     return weight_of(weight._data.select(axis, index), weight._scale.select(axis, at), form)
 
@@ -156,7 +156,7 @@ def cut(weight: FP8Weight, axis: int = 0, start: int | None = None, end: int | N
         weight = with_row_scales(weight, axis)
     block = weight._form.block[axis]
     top, bottom = first // block, -(-last // block)
-    form = weight._form._replace(shares=weight._form.shares or (last % block != 0 and last != size))
+    form = weight._form._replace(shares=weight._form.shares or bool(last % block != 0 and last != size))
     scale = weight._scale.narrow(axis, top, max(0, bottom - top))
     return weight_of(weight._data.narrow(axis, first, last - first), scale, form)
 

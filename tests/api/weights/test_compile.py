@@ -228,6 +228,15 @@ def test_a_copy_that_a_graph_makes_is_written(backend: str, how: str) -> None:
     assert all(map(torch.equal, parts(w), before))
 
 
+def test_views_that_a_dynamic_graph_returns() -> None:
+    """Whether a column shares its scales was a symbol of the trace, which is an error where it is compared later."""
+    w = make(256, 384)
+    views = torch.compile(lambda w: (w[:64], w[3], w[:, 3]), backend="aot_eager", fullgraph=True, dynamic=True)(w)
+    for found, expected in zip(views, (w[:64], w[3], w[:, 3]), strict=True):
+        assert found._form == expected._form
+        assert torch.equal(found.dequantize(), expected.dequantize())
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(strict: bool, tmp_path: Path) -> None:
     model, reference = mlp()
