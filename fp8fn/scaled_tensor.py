@@ -285,10 +285,10 @@ def check_device(name: str, device: object) -> None:
 
 
 def check_parts(name: str, **parts: object) -> None:
-    """Raises TypeError unless the parts are all tensors, or all ints and None, as in `in_dims` of `vmap`."""
+    """Raises TypeError unless all parts are tensors, or all stand for some: in `in_dims` of `vmap`, or in a graph."""
     some = any(isinstance(part, Tensor) for part in parts.values())
     for part, value in parts.items():
-        if not isinstance(value, Tensor) and (some or not isinstance(value, (int, type(None)))):
+        if not isinstance(value, Tensor) and (some or not isinstance(value, (int, type(None), torch.fx.Proxy))):
             remedy = f"use tensors for {' and '.join(parts)}, or ints and None for all, as in_dims of torch.vmap"
             raise TypeError(f"{name}: {part}={reprlib.repr(value)} is {kind_of(value)}; {remedy}")
 

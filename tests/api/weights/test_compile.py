@@ -237,6 +237,20 @@ def test_views_that_a_dynamic_graph_returns() -> None:
         assert torch.equal(found.dequantize(), expected.dequantize())
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor", "fp8fn"])
+def test_a_weight_that_a_graph_makes(backend: str) -> None:
+    x, w, dense = torch.randn(5, 384), make(256, 384), torch.randn(256, 384)
+
+    def run(x: Tensor, q: fp8fn.ScaledTensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+        made = FP8Weight(fp8fn.quantize(dense, (128, 128)), torch.float32)
+        return F.linear(x, FP8Weight(q, torch.float32)), F.linear(x, made)
+
+    given, quantized = torch.compile(run, backend=backend, fullgraph=True)(x, w.scaled, dense)
+    assert snr(given, x @ values(w).T) > 100
+    expected = FP8Weight(fp8fn.quantize(dense, (128, 128)), torch.float32)
+    assert snr(quantized, x @ values(expected).T) > 100
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(strict: bool, tmp_path: Path) -> None:
     model, reference = mlp()
