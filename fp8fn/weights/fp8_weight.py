@@ -24,6 +24,7 @@ from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.sharded import local_of
 from fp8fn.ops.torch_private.core import no_torch_function, pytree
 from fp8fn.scaled_tensor import ScaledTensor
+from fp8fn.version import __version__
 from fp8fn.weights import fsdp
 from fp8fn.weights.dense_view import DenseView, written
 from fp8fn.weights.form import Form, block_by_dimension, bytes_of
@@ -175,9 +176,9 @@ class FP8Weight(Tensor):
         return weight_of(parts["_data"], parts["_scale"], form)
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of AOTAutograd's cache: metadata alone."""
+        """The key of AOTAutograd's cache: metadata, and the version, for cached graphs hold the forms of ops."""
         parts = [(part.shape, part.stride(), part.dtype, part.device) for part in (self._data, self._scale)]
-        return f"FP8Weight {self._form} {parts}"
+        return f"FP8Weight {__version__} {self._form} {parts}"
 
     # PyTorch declares both as attributes.
     @property
