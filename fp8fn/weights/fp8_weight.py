@@ -27,7 +27,7 @@ from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.version import __version__
 from fp8fn.weights import fsdp
 from fp8fn.weights.dense_view import DenseView, written
-from fp8fn.weights.form import Form, block_by_dimension, bytes_of
+from fp8fn.weights.form import Form, block_by_dimension
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -257,9 +257,7 @@ class FP8Weight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Weight:
         if id(self) not in memo:
-            parts = [part.detach().clone() for part in (bytes_of(self._data), bytes_of(self._scale))]
-            parts = [part.view(old.dtype) for part, old in zip(parts, (self._data, self._scale), strict=True)]
-            copy = weight_of(parts[0], parts[1], self._form._replace(shares=False))
+            copy = cast(FP8Weight, self.detach().clone())  # with the strides that the kernels load
             memo[id(self)] = torch.nn.Parameter(copy, requires_grad=False) if is_parameter(self) else copy
             if not is_parameter(self):  # PyTorch's parameters lose their attributes here
                 copy.__dict__.update(deepcopy(_attributes(self), memo))

@@ -201,6 +201,22 @@ def test_copies_and_files(scale: ScaleFormat, block: Block, how: str, tmp_path: 
     assert m.weight.scaled.data.stride() == n.weight.scaled.data.stride()  # type: ignore[operator, union-attr]
 
 
+@pytest.mark.parametrize("block", [(128, 128), (1, 32)], ids=str)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "clone"])
+def test_a_copy_keeps_the_strides_that_kernels_load(how: str, block: Block) -> None:
+    """Rows begin at multiples of 16 bytes; kernels load others by slower configurations."""
+    w = make(5, 100, block=block)
+    copies: dict[str, Callable[[Any], Any]] = {
+        "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "clone": torch.clone
+    }  # fmt: skip
+    made = copies[how](w)
+    assert same(made, w)
+    assert made.stride() == (112, 1)
+    for found, expected in zip((made.scaled.data, made.scaled.scale), (w.scaled.data, w.scaled.scale), strict=True):
+        assert found.stride() == expected.stride()
+        assert found.data_ptr() != expected.data_ptr()
+
+
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "weights_only", "copy", "deepcopy"])
 @pytest.mark.parametrize("parameter", [True, False])
 def test_attributes_of_a_weight_are_kept_where_pytorch_keeps_them(how: str, parameter: bool, tmp_path: Path) -> None:
