@@ -280,15 +280,18 @@ def index(weight: FP8Weight, indices: Sequence[Tensor | None]) -> FP8Weight:
 def index_select(weight: FP8Weight, axis: int, rows: Tensor) -> FP8Weight:
     if weight._form.flat or axis % weight.ndim or rows.ndim != 1:
         raise NoForm
-    return taken(weight, rows)
+    return taken(weight, rows, lambda part, rows: part.index_select(0, rows))
 
 
-def taken(weight: FP8Weight, rows: Tensor) -> FP8Weight:
+def taken(
+    weight: FP8Weight, rows: Tensor, take: Callable[[Tensor, Tensor], Tensor] = lambda part, rows: part[rows]
+) -> FP8Weight:
+    """The rows that an integer tensor names, by `take(part, rows)`: it decides which numbers are errors."""
     block = weight._form.block
     at = (
         rows if block[0] == 1 else torch.zeros_like(rows) if block[0] == WHOLE else (rows % weight.shape[0]) // block[0]
     )
-    pick: Callable[[Tensor, Tensor], Tensor] = lambda part, i: bytes_of(part)[i].view(part.dtype)  # noqa: E731
+    pick: Callable[[Tensor, Tensor], Tensor] = lambda part, i: take(bytes_of(part), i).view(part.dtype)  # noqa: E731
     form = weight._form._replace(block=(1,) * rows.ndim + block[1:], shares=False)
     return weight_of(pick(weight._data, rows), pick(weight._scale, at), form)
 
@@ -300,4 +303,4 @@ def embedding(
     """The dequantized rows of a table; no other row is dequantized."""
     if not isinstance(weight, FP8Weight) or weight._form.flat or weight.ndim != 2:
         raise NoForm
-    return taken(weight, rows).dequantize()
+    return taken(weight, rows, aten.embedding.default).dequantize()

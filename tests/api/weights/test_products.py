@@ -297,6 +297,20 @@ def test_groups_are_one_product_and_no_expert_is_dequantized(rows: int, monkeypa
     assert calls == [(3, 256, 64), (3, 64, 256)]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("row", [-1, -512, 512])
+def test_a_row_that_a_table_does_not_have(row: int, mode: str) -> None:
+    """`F.embedding` and `index_select` count no rows from the end, as indexing does."""
+    w, rows = make(512, 384), torch.tensor([3, row])
+    for take in (lambda: F.embedding(rows, w), lambda: w.index_select(0, rows)):
+        with MODES[mode](), pytest.raises(IndexError, match="index out of range"):
+            take()
+    if row < 0:
+        found = w[rows]
+        assert isinstance(found, FP8Weight)
+        assert torch.equal(found.dequantize(), values(w)[rows])
+
+
 def test_two_weights_are_dequantized() -> None:
     a, b = make(64, 128), make(128, 32)
     with pytest.warns(UserWarning, match=re.escape("aten.mm.default has no FP8 form: the weight (64, 128)")):
