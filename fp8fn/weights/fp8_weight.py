@@ -244,6 +244,10 @@ class FP8Weight(Tensor):
         form = metadata.form._replace(dtype=param_dtype or metadata.form.dtype, shares=False)
         return weight_of(data, scale, form), outputs
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises BufferError: PyTorch would export a null pointer, and its reader would crash the process."""
+        raise BufferError("an FP8Weight has no memory of its own; export weight.dequantize(), or weight.scaled.data")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = _attributes(self) or None
         if is_parameter(self):

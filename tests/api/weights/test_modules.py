@@ -670,6 +670,8 @@ def test_numbers_are_not_read_past_the_scales() -> None:
     for read in (w.numpy, w.tolist):
         with pytest.raises((RuntimeError, TypeError)):
             read()
+    with pytest.raises(BufferError, match="an FP8Weight has no memory of its own"):
+        torch.from_dlpack(w)
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # safetensors' own
