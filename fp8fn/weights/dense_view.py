@@ -72,6 +72,8 @@ class DenseView(Tensor):
         _dense: Tensor
 
     def __new__(cls, dense: Tensor) -> DenseView:
+        # Below `__torch_dispatch__` PyTorch resolves no tensor that is negated or conjugated lazily.
+        dense = dense.resolve_conj().resolve_neg()
         made = Tensor._make_wrapper_subclass(
             cls, dense.size(), strides=dense.stride(), storage_offset=dense.storage_offset(), dtype=dense.dtype,
             device=dense.device,

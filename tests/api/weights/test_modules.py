@@ -469,6 +469,16 @@ def test_a_dense_view_reads_as_a_tensor(tmp_path: Path) -> None:
     assert same(make(64, 64).copy_(view), FP8Weight(fp8fn.quantize(dense, (128, 128)), torch.float32))
 
 
+@pytest.mark.filterwarnings("ignore:aten.* has no FP8 form")
+def test_a_dense_view_that_is_negated_or_conjugated_lazily() -> None:
+    w = make(64, 128)
+    dense = values(w)
+    assert torch.equal(torch._neg_view(w) + 0, -dense)
+    pairs, expected = (torch.view_as_complex(x.view(64, 64, 2)).conj() for x in (w, dense))
+    assert torch.equal(pairs * 1, expected * 1)
+    assert torch.equal(pairs.imag + 0, -dense[:, 1::2])
+
+
 def test_whole_blocks_are_written() -> None:
     w, rows, other = make(320, 384), torch.randn(128, 384), make(64, 384)
     rest = parts(w)[0][:128].clone()
