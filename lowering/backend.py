@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from fp8fn.lowering.unpadded import by_padding
 from fp8fn.lowering.watched_graph import check_every, watched
 from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import BACKEND_DEFAULT, SAVES, Recipe, parse_recipe, recipe_key
+from fp8fn.ops.torch_private.core import prims_common
 from fp8fn.site import check_where, takes_everything
 
 OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor", "batch_invariant", "async_tp")
@@ -104,8 +106,7 @@ def fp8fn(
             own = with_monitor(own, graph.state.first, graph.names)
 
         def inner(*args: Any, **kwargs: Any) -> Any:
-            # Inductor checks whether the graph's results are dense; FP8 data for the backward is among the results.
-            with without_guards(), training(graph is not None and not kwargs.get("is_inference", False)):
+            with _unguarded_density(), training(graph is not None and not kwargs.get("is_inference", False)):
                 return compile_fx_inner(*args, **kwargs)
 
         compiled = cast(Callable[..., Any], compile_fx(gm, list(inputs), inner_compile=inner, config_patches=own))
@@ -148,3 +149,22 @@ def _with_partitioner(patches: dict[str, Any], recipe: Recipe, save: str | None,
 
     plan = SavePlan(replace(recipe, save=saves).save, recipe.keep_weights, fuse)
     return {**patches, "custom_partitioner_fn": Partitioner(plan, SubstitutionPass().uuid())}
+
+
+@contextmanager
+def _unguarded_density() -> Iterator[None]:
+    """Inductor asks without a guard whether a graph's results are dense; FP8 data for the backward is among them.
+
+    Its lowerings have guards as ever: without any, PyTorch 2.11 can't slice along a size that is a variable.
+    """
+    ask = prims_common.is_non_overlapping_and_dense_or_false
+
+    def is_dense(tensor: Tensor) -> bool:
+        with without_guards():
+            return ask(tensor)
+
+    prims_common.is_non_overlapping_and_dense_or_false = is_dense  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        prims_common.is_non_overlapping_and_dense_or_false = ask

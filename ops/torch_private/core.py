@@ -27,6 +27,7 @@ def _of_gpus(name: str) -> Callable[..., Any]:
 
 
 with needed_by("fp8fn"):
+    import torch._prims_common as prims_common
     import torch.fx.experimental._config as symbolic_shapes
     import torch.utils._pytree as pytree
     from torch import _foreach_copy_ as copy_each
@@ -67,6 +68,7 @@ with needed_by("fp8fn"):
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     look_for(forward_ad, "_current_level")
+    look_for(prims_common, "is_non_overlapping_and_dense_or_false")
     look_for(torch.Tensor, "_base", "_version", "_make_wrapper_subclass")
     look_for(torch.nn.Module, "_compiled_call_impl")
     look_for(torch.ops.aten.add.Tensor, "_schema")

@@ -181,3 +181,15 @@ def test_inductor_adds_none() -> None:
         pairs = ((expected, out), *zip(*grads, strict=True))
         assert all(snr(found, wanted) > 20 for wanted, found in pairs)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_slice_along_a_length_compiles() -> None:
+    """PyTorch 2.11 can't lower one without guards."""
+
+    def shifted(tokens: Tensor) -> Tensor:
+        return F.pad(tokens, (0, 1), value=-100)[..., 1:].contiguous()
+
+    compiled = torch.compile(shifted, backend="fp8fn", fullgraph=True, dynamic=True)
+    for length in (20, 33):
+        tokens = torch.randint(0, 64, (2, length))
+        assert torch.equal(compiled(tokens), shifted(tokens))
