@@ -67,7 +67,8 @@ def fp8fn(
     Attention reads keys and values before the model repeats them for its query heads, whatever `where` selects, and a
     mask that is known to be causal is left out: a kernel without it computes half as much. Results differ by the order
     of sums alone. If the first batch has an `attention_mask` of ones, then each call on a GPU reads whether its own has
-    ones alone, and a batch with padding compiles the graph again.
+    ones alone, and a batch with padding compiles the graph again. Graphs for lengths that vary are both compiled at
+    once.
 
     The option `async_tp` multiplies a sequence while it is gathered, where the styles of `fp8fn.distributed` gather it
     in FP8 within the graph. It is False by default.

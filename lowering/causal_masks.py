@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -27,6 +28,7 @@ from fp8fn.lowering.find import region_of
 from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.lowering.graph.sdpa import ATTENTION, arguments, attentions, memory_of
 from fp8fn.lowering.graph.views import equal
+from fp8fn.ops.torch_private.core import FakeTensorMode
 
 # Functions and methods that write into no operand, and whose result depends on nothing else.
 _KNOWN: Final = (
@@ -38,6 +40,8 @@ _KNOWN: Final = (
     "zeros_like",
 )  # fmt: skip
 _MOST_ELEMENTS: Final = 1 << 28
+Given: TypeAlias = Mapping[Node, Tensor | int]
+_NOTHING: Final[Given] = MappingProxyType({})
 _LOG: Final = logging.getLogger("fp8fn")
 
 
@@ -49,12 +53,14 @@ class Droppable:
         node: the attention.
         given: its arguments by name.
         kind: `"causal"`, or `"full"` of a mask that is True everywhere.
-        read: the inputs that were taken to be ones.
+        masks: the nodes that compute the mask, of which a region of several callers has several.
+        read: the inputs given that these depend on.
     """
 
     node: Node
     given: Mapping[str, Any]
     kind: str
+    masks: frozenset[Node]
     read: frozenset[Node]
 
 
@@ -65,18 +71,18 @@ def drop_causal_masks(gm: GraphModule) -> None:
         drop(gm, found)
 
 
-def droppable(gm: GraphModule, ones: Collection[Node] = ()) -> list[Droppable]:
-    """The attentions that do without their masks, if the inputs `ones` of the graph hold ones alone."""
-    masks, found = _Masks(gm, ones), []
+def droppable(gm: GraphModule, given: Given = _NOTHING) -> list[Droppable]:
+    """The attentions that do without their masks, if the inputs `given` are these numbers, and tensors of ones."""
+    masks, found = _Masks(gm, given), []
     for node in attentions(gm):
-        given = arguments(node)
-        if given is None or not isinstance(given["attn_mask"], Node):
+        named = arguments(node)
+        if named is None or not isinstance(named["attn_mask"], Node):
             continue
-        if given["dropout_p"] != 0 or given["is_causal"] is not False:
+        if named["dropout_p"] != 0 or named["is_causal"] is not False:
             continue
-        known = masks.known(given["attn_mask"], node)
-        if known is not None and _fits(given):
-            found.append(Droppable(node=node, given=given, kind=known[0], read=known[1]))
+        known = masks.known(named["attn_mask"], node)
+        if known is not None and _fits(named):
+            found.append(Droppable(node=node, given=named, **known._asdict()))
     return found
 
 
@@ -105,14 +111,17 @@ def _erase_unread(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-_Known: TypeAlias = tuple[str, frozenset[Node]]
+class _Known(NamedTuple):
+    kind: str
+    masks: frozenset[Node]
+    read: frozenset[Node]
 
 
 class _Masks:
-    """The masks of a graph and of its regions; each is computed once. `ones` are inputs taken to hold ones."""
+    """The masks of a graph and of its regions; each is computed once."""
 
-    def __init__(self, gm: GraphModule, ones: Collection[Node]) -> None:
-        self._ones = frozenset(ones)
+    def __init__(self, gm: GraphModule, given: Given) -> None:
+        self._given = given
         self._found: dict[Node, tuple[_Known | None, set[int | None]]] = {}
         self._called: dict[Node, tuple[Graph, dict[Node, Node]]] = {}
         self._callers: dict[Graph, list[Node]] = {}
@@ -120,26 +129,27 @@ class _Masks:
             if isinstance(module, GraphModule):
                 for node in module.graph.nodes:
                     if (called := region_of(module, node)) is not None:
-                        region, given = called
-                        self._called[node] = region.graph, given
+                        region, operands = called
+                        self._called[node] = region.graph, operands
                         self._callers.setdefault(region.graph, []).append(node)
 
     def known(self, mask: Node, reader: Node) -> _Known | None:
-        """`"causal"`, or `"full"` of a mask that is True everywhere, and the `ones` that it depends on; or None."""
-        if mask.op == "placeholder" and mask not in self._ones:  # of a region: what its callers give
+        if mask.op == "placeholder" and mask not in self._given:  # of a region: what its callers give
             if self._is_written({memory_of(mask)}, mask.graph, reader):
                 return None
             callers = self._callers.get(mask.graph, [])
             given = [(self._called[caller][1][mask], caller) for caller in callers]
             known = [self.known(each, caller) if isinstance(each, Node) else None for each, caller in given]
-            kinds = {each and each[0] for each in known}
-            kind = kinds.pop() if len(kinds) == 1 else None
-            return None if kind is None else (kind, frozenset().union(*(each[1] for each in known if each)))
+            if len({each and each.kind for each in known}) != 1 or known[0] is None:
+                return None
+            masks = frozenset(node for each in known if each for node in each.masks)
+            return _Known(known[0].kind, masks, frozenset(node for each in known if each for node in each.read))
         if mask not in self._found:
-            parts = _parts(mask, self._ones)
-            kind = None if parts is None else _kind(parts)
-            read = self._ones.intersection(parts or ())
-            self._found[mask] = None if kind is None else (kind, read), {*map(memory_of, parts or ())}
+            parts = _parts(mask, self._given)
+            kind = _kind(parts, self._given)
+            memory = {memory_of(part) for part in parts if value(part) is not None}
+            read = frozenset(self._given).intersection(parts)
+            self._found[mask] = None if kind is None else _Known(kind, frozenset({mask}), read), memory
         found, memory = self._found[mask]
         return None if found is None or self._is_written(memory, mask.graph, reader) else found
 
@@ -154,46 +164,53 @@ class _Masks:
                 continue
             if node not in self._called:
                 return True
-            region, given = self._called[node]
-            inside = {memory_of(own) for own, each in given.items() if memory_of(each) in memory}
+            region, operands = self._called[node]
+            inside = {memory_of(own) for own, each in operands.items() if memory_of(each) in memory}
             if self._is_written(inside, region):
                 return True
         return False
 
 
-def _kind(parts: list[Node]) -> str | None:
+def kind_of(mask: Node, given: Given) -> str | None:
+    """`"causal"`, or `"full"` of a mask that is True everywhere; None of others, and if it depends on more."""
+    return _kind(_parts(mask, given), given)
+
+
+def _kind(parts: list[Node], given: Given) -> str | None:
     """The kind of the mask that the last of the nodes computes."""
-    shape = tensor_of(parts[-1]).shape
-    if len(shape) < 2 or not all(map(_is_small, parts)):
+    if not parts:
         return None
     try:
-        found = _computed(parts)
+        with FakeTensorMode():
+            if not all(map(_is_small, _computed(parts, given))):
+                return None
+        found = _computed(parts, given)[-1]
     except (IndexError, RuntimeError):  # such as too little memory, which the compiled graph may not need
         return None
-    if type(found) is not Tensor or found.shape != shape or found.device.type == "meta" or not found.numel():
+    if type(found) is not Tensor or found.dim() < 2 or found.device.type == "meta" or not found.numel():
         return None
     seen = found if found.dtype == torch.bool else found == 0
     if found.dtype != torch.bool and not bool((seen | (found <= torch.finfo(found.dtype).min)).all()):
         return None
     if bool(seen.all()):
         return "full"
-    return "causal" if shape[-1] == shape[-2] and bool((seen == torch.ones_like(seen).tril()).all()) else None
+    square = found.shape[-1] == found.shape[-2]
+    return "causal" if square and bool((seen == torch.ones_like(seen).tril()).all()) else None
 
 
-def _is_small(node: Node) -> bool:
-    shape = tensor_of(node).shape
-    return all(isinstance(size, int) for size in shape) and shape.numel() <= _MOST_ELEMENTS
+def _is_small(result: Any) -> bool:
+    return not isinstance(result, Tensor) or result.numel() <= _MOST_ELEMENTS
 
 
-def _parts(mask: Node, ones: Collection[Node]) -> list[Node] | None:
-    """The nodes from which a mask is computed, in the graph's order; None if it depends on anything else."""
+def _parts(mask: Node, given: Given) -> list[Node]:
+    """The nodes from which a mask is computed, in the graph's order; none if it depends on more than is given."""
     found, pending = {mask}, [mask]
     while pending:
         node = pending.pop()
-        if node in ones:
+        if node in given:
             continue
-        if not _is_known(node) or (value(node) is None):
-            return None
+        if not _is_known(node) or (value(node) is None and not isinstance(node.meta.get("example_value"), SymInt)):
+            return []
         for each in node.all_input_nodes:
             if each not in found:
                 found.add(each)
@@ -211,13 +228,15 @@ def _is_known(node: Node) -> bool:
     return name in _KNOWN and node.target in (getattr(torch, name, None), getattr(operator, name, None))
 
 
-def _computed(parts: list[Node]) -> Any:
+def _computed(parts: list[Node], given: Given) -> list[Any]:
+    """The results of the nodes, of numbers and of tensors of ones as they are given."""
     results: dict[Node, Any] = {}
     with torch.no_grad():
         for node in parts:
-            if node.op == "placeholder":
-                like = tensor_of(node)
-                results[node] = torch.ones(like.shape, dtype=like.dtype, device=like.device)
+            if (known := given.get(node)) is not None:
+                if isinstance(known, Tensor):
+                    known = torch.ones(known.shape, dtype=known.dtype, device=known.device)
+                results[node] = known
                 continue
             args = map_arg(node.args, results.__getitem__)
             kwargs: Mapping[str, Any] = map_arg(dict(node.kwargs), results.__getitem__)
@@ -225,4 +244,4 @@ def _computed(parts: list[Node]) -> Any:
                 results[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return results[parts[-1]]
+    return list(results.values())

@@ -7,6 +7,9 @@ In a graph its values are not known, but where they are all one the mask is caus
 of the time without it. If they are one in the first call, then the graph is compiled without masks. Each call reads
 whether they still are, for which the host waits until the device has the mask. A batch with padding compiles the graph
 again, with the masks, and such batches go there.
+
+Where PyTorch makes the length of a batch a variable, a mask is computed once for each length, to see whether it is
+causal, and both graphs are compiled at once: PyTorch takes no guards on a variable after the first call's compilation.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from fp8fn.lowering.causal_masks import Droppable, drop, droppable
+from fp8fn.lowering.causal_masks import Droppable, drop, droppable, kind_of
+from fp8fn.lowering.costs import size_of
 from fp8fn.lowering.graph.nodes import given_tensor, set_given_tensor, tensor_of, value
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.sharded import is_sharded
@@ -39,7 +43,8 @@ Compile: TypeAlias = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 _TYPES: Final = (torch.bool, torch.uint8, torch.int32, torch.int64)
 _MOST_ELEMENTS: Final = 1 << 22
 # The multiplications of scores in a forward below which the wait may take longer than masks do: training takes 2.3 ms
-# more with 3.4e10 of them, 1.2 ms less with 6.9e10, and 20 ms less with 5.5e11 (H200).
+# more with 3.4e10 of them, 1.2 ms less with 6.9e10, and 20 ms less with 5.5e11 (H200). Fewer are not worth a second
+# compilation either.
 _LEAST_WORK: Final = 10**11
 _LOG: Final = logging.getLogger("fp8fn")
 
@@ -49,36 +54,68 @@ def by_padding(gm: GraphModule, inputs: Sequence[Any], compile_graph: Compile) -
     masks = _masks_without_padding(gm, inputs)
     if not masks:
         return compile_graph(gm, inputs)
-    masked = _Masked(gm, inputs, compile_graph)
+    masked, promise = _Masked(gm, inputs, compile_graph), _Promise(gm, masks)
     drop(gm, masks)
-    read = frozenset().union(*(each.read for each in masks))
-    places = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in read]
     _LOG.info("attentions that do without a mask in batches without padding, as the first one: %d", len(masks))
+    if _vary(inputs):
+        _LOG.info("sizes are variables: the graph with masks is compiled now, while its guards on them are taken")
+        masked.compile(inputs)
     unmasked = compile_graph(gm, inputs)
 
     def call(*args: Any) -> Any:
-        if _are_ones([args[i] for i in places]):
-            return unmasked(*args)
-        return masked(*args)
+        return (unmasked if promise.holds(args) else masked)(*args)
 
     return call
 
 
 def _masks_without_padding(gm: GraphModule, inputs: Sequence[Any]) -> list[Droppable]:
-    """The attentions that do without their masks as long as the inputs that are ones now stay so."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    if any(map(_is_unsure, placeholders, inputs)) or any(map(_communicates, gm.modules())):
-        return []
-    ones = [node for node, given in zip(placeholders, inputs, strict=True) if _may_tell_padding(given)]
-    masks = droppable(gm, ones) if ones else []
-    return masks if not any(map(_waits, masks)) or sum(map(_work, masks)) >= _LEAST_WORK else []
+    """The attentions that do without their masks by the sizes of the first call, and if what is ones in it stays so."""
+    if any(isinstance(each, FakeTensor) for each in inputs) or any(map(_communicates, gm.modules())):
+        return []  # the values of a graph that is compiled in parts are not there yet
+    known = zip(gm.graph.find_nodes(op="placeholder"), map(_known, inputs), strict=True)
+    masks = droppable(gm, {node: each for node, each in known if each is not None})
+    costly = _vary(inputs) or any(map(_waits, masks))
+    return masks if not costly or sum(map(_work, masks)) >= _LEAST_WORK else []
 
 
-def _is_unsure(placeholder: Node, given: Any) -> bool:
-    """Whether an input's size is a variable, or its value is not there yet, as of a graph that is compiled in parts."""
-    traced = placeholder.meta.get("example_value")
-    sizes = traced.shape if isinstance(traced, Tensor) else (traced,)
-    return isinstance(given, FakeTensor) or any(isinstance(size, (torch.SymInt, torch.SymFloat)) for size in sizes)
+def _vary(inputs: Sequence[Any]) -> bool:
+    """Whether sizes are variables, for which there are two graphs from the beginning."""
+    return any(isinstance(each, (torch.SymInt, torch.SymFloat)) for each in inputs)
+
+
+def _known(given: Any) -> Tensor | int | None:
+    """A variable's number in the first call, or a tensor of ones; None of other inputs."""
+    return size_of(given) if isinstance(given, torch.SymInt) else given if _may_tell_padding(given) else None
+
+
+class _Promise:
+    """What a call has to have so that attentions do without masks: ones, and sizes by which the masks are the same.
+
+    A mask of no more tokens than a window is causal, and one of more tokens is not.
+    """
+
+    def __init__(self, gm: GraphModule, masks: Sequence[Droppable]) -> None:
+        graph = deepcopy(gm.graph)
+        copies, placeholders = {node.name: node for node in graph.nodes}, graph.find_nodes(op="placeholder")
+        self._kinds = {copies[node.name]: each.kind for each in masks for node in each.masks if each.read}
+        read = {node.name for each in masks for node in each.read}
+        self._read = {i: node for i, node in enumerate(placeholders) if node.name in read}
+        self._ones = [i for i, node in self._read.items() if value(node) is not None]
+        self._sizes = [i for i in self._read if i not in self._ones]
+        self._allowed: dict[tuple[int, ...], bool] = {}
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        return self._allows(args) and _are_ones([args[i] for i in self._ones])
+
+    def _allows(self, args: Sequence[Any]) -> bool:
+        """Whether the masks are the same by the sizes of this call; they are computed once for each."""
+        if not self._sizes:
+            return True
+        sizes = tuple(args[i] for i in self._sizes)
+        if sizes not in self._allowed and not graph_capture.capturing():
+            given = {node: args[i] for i, node in self._read.items()}
+            self._allowed[sizes] = all(kind_of(mask, given) == kind for mask, kind in self._kinds.items())
+        return self._allowed.get(sizes, False)
 
 
 def _communicates(module: Any) -> bool:
@@ -114,7 +151,7 @@ def _waits(mask: Droppable) -> bool:
 def _work(mask: Droppable) -> int:
     """The multiplications of an attention's scores."""
     query, key = (tensor_of(mask.given[name]) for name in ("query", "key"))
-    return math.prod(query.shape) * key.shape[2]
+    return math.prod(size_of(size) or 0 for size in (*query.shape, key.shape[2]))
 
 
 class _Masked:
@@ -130,10 +167,12 @@ class _Masked:
         self._traced, self._compiling = copy(TracingContext.try_get()), CompileContext.try_get()
 
     def __call__(self, *args: Any) -> Any:
-        compiled = self._compiled
-        return (self._first(args) if compiled is None else compiled)(*args)
+        if (compiled := self._compiled) is None:
+            _LOG.info("a batch has padding: the graph is compiled again, with the masks of its attentions")
+            compiled = self.compile(args)
+        return compiled(*args)
 
-    def _first(self, args: Sequence[Any]) -> Callable[..., Any]:
+    def compile(self, args: Sequence[Any]) -> Callable[..., Any]:
         from fp8fn.ops.torch_private.dynamo import compile_lock
 
         with compile_lock:  # threads may call the model at once, or Dynamo may compile another function
@@ -148,7 +187,6 @@ class _Masked:
                 'backend="fp8fn": attention_mask decides between two compiled graphs, and the capture of a CUDA graph '
                 "can't read it; call the model without attention_mask, or once before with one that has a zero"
             )
-        _LOG.info("a batch has padding: the graph is compiled again, with the masks of its attentions")
         assert self._graph is not None
         # A copy, for passes change it: if compiling fails, or is interrupted, then the next call compiles again.
         graph = _copied(self._graph)

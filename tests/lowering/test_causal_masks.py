@@ -274,7 +274,7 @@ def test_a_mask_cut_from_a_large_one_stays(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_mask_that_cannot_be_computed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def computed(_: Any) -> Any:
+    def computed(*_: Any) -> Any:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(causal_masks, "_computed", computed)

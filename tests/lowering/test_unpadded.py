@@ -14,17 +14,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from fp8fn.lowering import unpadded
+from fp8fn.lowering import causal_masks, unpadded
 from fp8fn.lowering.graph.sdpa import arguments, attentions
 from fp8fn.lowering.unpadded import by_padding
 from fp8fn.ops.cuda.runtime import graph_capture
 from support.tiny_models import two_layers
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "little_is_enough")
 
 B, H, S, D = 2, 3, 20, 16
+WORK = B * H * S * S * D
+
+
+@pytest.fixture
+def little_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpadded, "_LEAST_WORK", 0)
 
 
 def ones(dtype: torch.dtype = torch.int64) -> Tensor:
@@ -52,10 +58,11 @@ def attended(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Kept:
-    """A backend that keeps the graphs which it is given, in the order in which they are compiled."""
+    """A backend that keeps the graphs which it is given, in the order in which they are compiled, and who served."""
 
     def __init__(self) -> None:
         self.graphs: list[GraphModule] = []
+        self.served: list[int] = []
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return by_padding(gm, inputs, self._compile)
@@ -66,7 +73,13 @@ class Kept:
                 module.graph.lint()
                 module.recompile()
         self.graphs.append(gm)
-        return gm.forward
+        place = len(self.graphs) - 1
+
+        def call(*args: Any) -> Any:
+            self.served.append(place)
+            return gm.forward(*args)
+
+        return call
 
     @property
     def masks(self) -> list[list[bool]]:
@@ -137,7 +150,7 @@ def biased(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def windowed(x: Tensor, tokens: Tensor) -> Tensor:
-    places = torch.arange(S)
+    places = torch.arange(tokens.shape[1])
     near = places[:, None] - places[None, :] < 4
     return F.scaled_dot_product_attention(x, x, x, attn_mask=causal(tokens) & near)
 
@@ -151,11 +164,84 @@ def written(x: Tensor, tokens: Tensor) -> Tensor:
 def test_masks_that_stay() -> None:
     assert served(biased, (drawn(), torch.ones(S, S))) == [[True]]
     assert served(windowed, (drawn(), ones())) == [[True]]
-    assert served(attended, (drawn(), ones()), dynamic=True) == [[True]]
     kept, tokens = Kept(), ones()
     out = torch.compile(written, backend=kept, fullgraph=True)(x := drawn(), tokens)
     torch.testing.assert_close(out, written(x, ones()))
     assert kept.masks == [[True, True]]
+
+
+def of_length(length: int, padding: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = torch.ones(B, length, dtype=torch.int64)
+    tokens[0, length - padding :] = 0
+    return torch.randn(B, H, length, D), tokens
+
+
+def calls(function: Callable[..., Tensor], *batches: tuple[Any, ...], dynamic: bool | None = True) -> str:
+    """A letter for each call: `m` where a graph with masks served it, else `_`. Each gives what the function does."""
+    torch._dynamo.reset()
+    kept = Kept()
+    compiled = torch.compile(function, backend=kept, fullgraph=True, dynamic=dynamic)
+    for batch in batches:
+        torch.testing.assert_close(compiled(*batch), function(*batch), atol=1e-5, rtol=1e-5)
+    return "".join("m" if kept.masks[place][0] else "_" for place in kept.served)
+
+
+def test_lengths_that_vary() -> None:
+    """PyTorch makes a length a variable when it has met a second one, or is told to."""
+    batches = [of_length(*each) for each in ((20,), (24,), (7,), (24, 3), (2,), (33, 1), (33,))]
+    assert calls(attended, *batches) == "___m_m_"
+    assert calls(attended, *batches, dynamic=None) == "___m_m_"
+    assert calls(attended, of_length(20, 3), of_length(24)) == "mm"
+
+
+def test_lengths_that_vary_have_both_graphs_at_once() -> None:
+    """What the graph with masks demands of a length is among the guards of both."""
+    assert served(attended, of_length(20), dynamic=True) == [[True], [False]]
+
+
+def test_a_length_by_which_a_mask_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token is outside of the window of four in a batch of three; each length is tried once."""
+    tried = []
+
+    def kind_of(mask: Node, given: causal_masks.Given) -> str | None:
+        tried.append(mask)
+        return causal_masks.kind_of(mask, given)
+
+    monkeypatch.setattr(unpadded, "kind_of", kind_of)
+    batches = [of_length(*each) for each in ((4,), (3,), (20,), (3, 1), (20,), (2,), (20, 4), (3,))]
+    assert calls(windowed, *batches) == "__mmm_m_"
+    assert len(tried) == 4
+    assert calls(windowed, *batches[2:]) == "m" * 6
+
+
+def by_positions(x: Tensor) -> Tensor:
+    places = torch.arange(x.shape[2])
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=places[None, :] <= places[:, None])
+
+
+def behind(x: Tensor, more: int) -> Tensor:
+    """Each token also sees `more` after itself."""
+    places = torch.arange(x.shape[2])
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=places[None, :] <= places[:, None] + more)
+
+
+def test_masks_of_numbers_alone() -> None:
+    drawn = {length: of_length(length)[0] for length in (7, 9, 20, 24)}
+    assert calls(by_positions, *[(x,) for x in drawn.values()]) == "____"
+    cases = ((20, 30), (24, 24), (24, 5), (7, 6), (9, 2))
+    assert calls(behind, *[(drawn[length], more) for length, more in cases]) == "__m_m"
+
+
+def test_a_capture_tries_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    compiled = torch.compile(by_positions, backend=kept, fullgraph=True, dynamic=True)
+    compiled(of_length(20)[0])
+    monkeypatch.setattr(graph_capture, "capturing", lambda: True)
+    compiled(of_length(21)[0])
+    monkeypatch.setattr(graph_capture, "capturing", lambda: False)
+    compiled(of_length(21)[0])
+    assert kept.masks == [[True], [False]]
+    assert kept.served == [1, 0, 1]
 
 
 def layer(x: Tensor, mask: Tensor) -> Tensor:
@@ -276,21 +362,29 @@ def test_a_capture_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_little_attention_on_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = B * H * S * S * D
     monkeypatch.setattr(unpadded, "_waits", lambda _: True)
-    for least, masked in ((work, False), (work + 1, True)):
+    for least, masked in ((WORK, False), (WORK + 1, True)):
         torch._dynamo.reset()
         monkeypatch.setattr(unpadded, "_LEAST_WORK", least)
         assert served(attended, (drawn(), ones())) == [[masked]]
 
 
+def test_little_attention_of_lengths_that_vary_has_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first batch's length."""
+    for least, graphs in ((WORK, [[True], [False]]), (WORK + 1, [[True]])):
+        torch._dynamo.reset()
+        monkeypatch.setattr(unpadded, "_LEAST_WORK", least)
+        assert served(attended, of_length(S), of_length(2 * S), dynamic=True) == graphs
+
+
 class Step:
     """Losses and gradients of a model, compiled by the backend and in eager mode."""
 
-    def __init__(self, architecture: str, **options: Any) -> None:
+    def __init__(self, architecture: str, dynamic: bool | None = None, **options: Any) -> None:
         self.model = two_layers(architecture)
-        self.compiled = torch.compile(self.model, backend="fp8fn", options={"where": [], **options}, fullgraph=True)
-        self.tokens = torch.randint(0, 64, (B, S))
+        options = {"where": [], **options}
+        self.compiled = torch.compile(self.model, backend="fp8fn", options=options, fullgraph=True, dynamic=dynamic)
+        self.tokens = torch.randint(0, 64, (B, 3 * S))
 
     def differs(self, mask: Tensor) -> float:
         """The largest difference among the logits of tokens that are no padding, the loss, and gradients."""
@@ -299,8 +393,9 @@ class Step:
 
     def _run(self, model: Callable[..., Any], mask: Tensor) -> list[Tensor]:
         self.model.zero_grad()
-        labels = self.tokens.where(mask.bool(), -100)
-        out = model(input_ids=self.tokens, attention_mask=mask, labels=labels)
+        tokens = self.tokens[:, : mask.shape[1]]
+        labels = tokens.where(mask.bool(), -100)
+        out = model(input_ids=tokens, attention_mask=mask, labels=labels)
         if not torch.is_grad_enabled():
             return [out.loss, out.logits[mask.bool()]]
         out.loss.backward()
@@ -326,6 +421,17 @@ def test_training_steps_of_transformers(
     assert caplog.text.count("a batch has padding: the graph is compiled again") == 1
 
 
+@pytest.mark.slow
+def test_training_steps_of_lengths_that_vary(fresh_caches: None, caplog: pytest.LogCaptureFixture) -> None:
+    step = Step("Llama", dynamic=True)
+    with caplog.at_level(logging.INFO, "fp8fn"):
+        for length, padding in ((20, 0), (33, 3), (24, 0)):
+            assert step.differs(of_length(length, padding)[1]) < 1e-5
+    assert "attentions that do without a mask in batches without padding, as the first one: 2" in caplog.text
+    assert "sizes are variables: the graph with masks is compiled now" in caplog.text
+    assert "a batch has padding" not in caplog.text
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode: Callable[[], Any], fresh_caches: None) -> None:
     step = Step("Llama")
@@ -336,7 +442,8 @@ def test_without_gradients(mode: Callable[[], Any], fresh_caches: None) -> None:
 
 def test_the_backward_of_the_first_graph_is_compiled_after_the_second(fresh_caches: None) -> None:
     step = Step("Llama")
-    first = step.compiled(input_ids=step.tokens, attention_mask=ones(), labels=step.tokens).loss
+    tokens = step.tokens[:, :S]
+    first = step.compiled(input_ids=tokens, attention_mask=ones(), labels=tokens).loss
     assert step.differs(padded()) < 1e-5
     step.model.zero_grad()
     first.backward()
@@ -358,8 +465,7 @@ def test_a_weight_that_was_replaced_between_the_graphs(fresh_caches: None) -> No
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("graphs", [False, True])
-def test_on_a_gpu(graphs: bool, monkeypatch: pytest.MonkeyPatch, fresh_caches: None) -> None:
-    monkeypatch.setattr(unpadded, "_LEAST_WORK", 0)
+def test_on_a_gpu(graphs: bool, fresh_caches: None) -> None:
     with torch.device("cuda"):
         step = Step("Llama", **{"triton.cudagraphs": graphs})
         for mask in (ones(), padded(), ones(), padded(), ones()):
