@@ -24,7 +24,7 @@ from fp8fn.ops.layout import Block
 from fp8fn.ops.torch_private import core
 from fp8fn.ops.torch_private.core import no_torch_function, pytree
 from fp8fn.ops.torch_private.dtensor import local_part
-from fp8fn.weights.form import Form, block_by_dimension
+from fp8fn.weights.form import Form, block_by_dimension, cache_key
 from fp8fn.weights.fp8_weight import weight_of
 
 aten = torch.ops.aten
@@ -245,9 +245,7 @@ class MasterWeight(Tensor):
         return MasterWeight(parts["_tensor"], form)
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of AOTAutograd's cache: metadata alone."""
-        inner = self._tensor
-        return f"MasterWeight {self._form} {inner.shape} {inner.stride()} {inner.dtype} {inner.device}"
+        return cache_key("MasterWeight", self._form, self._tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """PyTorch's own copies the storage of a tensor whose `data_ptr()` is not 0, and a wrapper's has none."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8fn.meta.untraced import untraced
 from fp8fn.ops.torch_private.core import no_torch_function, pytree
-from fp8fn.version import __version__
+from fp8fn.weights.form import cache_key
 
 # Methods that read memory without an op, or print.
 _READERS: Final = (
@@ -89,9 +89,7 @@ class DenseView(Tensor):
         return DenseView(parts["_dense"])
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of AOTAutograd's cache: metadata and the version, as for an `FP8Weight`."""
-        dense = self._dense
-        return f"DenseView {__version__} {dense.shape} {dense.stride()} {dense.dtype} {dense.device}"
+        return cache_key("DenseView", None, self._dense)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return cast(Tensor, memo.setdefault(id(self), self._dense.detach().clone()))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8fn.ops.activations import Activations
 from fp8fn.ops.layout import Block
+from fp8fn.version import __version__
 
 
 class Form(NamedTuple):
@@ -38,6 +39,12 @@ def block_by_dimension(ndim: int, block: Block) -> tuple[int, ...]:
 def bytes_of(part: Tensor) -> Tensor:
     """Data or scales of one byte as uint8, which every op of PyTorch takes; float32 scales as they are."""
     return part.view(torch.uint8) if part.element_size() == 1 else part
+
+
+def cache_key(kind: str, form: object, *parts: Tensor) -> str:
+    """The key of a subclass in AOTAutograd's cache: metadata, and the version, which decides what ops trace to."""
+    known = [(part.shape, part.stride(), part.dtype, part.device) for part in parts]
+    return f"{kind} {__version__} {form} {known}"
 
 
 def longer(part: Tensor, axis: int, more: int) -> Tensor:

@@ -24,10 +24,9 @@ from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.sharded import local_of
 from fp8fn.ops.torch_private.core import no_torch_function, pytree
 from fp8fn.scaled_tensor import ScaledTensor
-from fp8fn.version import __version__
 from fp8fn.weights import fsdp
 from fp8fn.weights.dense_view import DenseView, written
-from fp8fn.weights.form import Form, block_by_dimension
+from fp8fn.weights.form import Form, block_by_dimension, cache_key
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -176,9 +175,7 @@ class FP8Weight(Tensor):
         return weight_of(parts["_data"], parts["_scale"], form)
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of AOTAutograd's cache: metadata, and the version, for cached graphs hold the forms of ops."""
-        parts = [(part.shape, part.stride(), part.dtype, part.device) for part in (self._data, self._scale)]
-        return f"FP8Weight {__version__} {self._form} {parts}"
+        return cache_key("FP8Weight", self._form, self._data, self._scale)
 
     # PyTorch declares both as attributes.
     @property

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fp8fn
 from fp8fn import FP8Weight
 from fp8fn.ops.layout import Block
-from fp8fn.weights import fp8_weight
+from fp8fn.weights import form
 from support.accuracy import snr
 from support.fp8_weights import make, parts, same, values
 
@@ -286,7 +286,7 @@ def test_metadata_decides_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None
     assert keys[0] == keys[1] != keys[2]
     assert not torch.equal(parts(a)[0], parts(b)[0])
     # PyTorch keeps traced graphs on disk; another version may trace an op differently.
-    monkeypatch.setattr(fp8_weight, "__version__", "0.0.0")
+    monkeypatch.setattr(form, "__version__", "0.0.0")
     assert a._stable_hash_for_caching() != keys[0]
 
 
