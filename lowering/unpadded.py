@@ -95,14 +95,17 @@ class _Promise:
     """
 
     def __init__(self, gm: GraphModule, masks: Sequence[Droppable]) -> None:
-        graph = deepcopy(gm.graph)
-        copies, placeholders = {node.name: node for node in graph.nodes}, graph.find_nodes(op="placeholder")
-        self._kinds = {copies[node.name]: each.kind for each in masks for node in each.masks if each.read}
-        read = {node.name for each in masks for node in each.read}
-        self._read = {i: node for i, node in enumerate(placeholders) if node.name in read}
-        self._ones = [i for i, node in self._read.items() if value(node) is not None]
-        self._sizes = [i for i in self._read if i not in self._ones]
+        read = frozenset().union(*(each.read for each in masks))
+        places = {i: node for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in read}
+        self._ones = [i for i, node in places.items() if value(node) is not None]
+        self._sizes = [i for i in places if i not in self._ones]
         self._allowed: dict[tuple[int, ...], bool] = {}
+        if self._sizes:  # a copy, for the graph loses what computes the masks
+            copies = {node.name: node for node in deepcopy(gm.graph).nodes}
+            self._read = {i: copies[node.name] for i, node in places.items()}
+            # A mask that a region computes reads no input.
+            known = {mask: each.kind for each in masks for mask in each.masks if mask.graph is gm.graph}
+            self._kinds = {copies[mask.name]: kind for mask, kind in known.items()}
 
     def holds(self, args: Sequence[Any]) -> bool:
         return self._allows(args) and _are_ones([args[i] for i in self._ones])
