@@ -32,6 +32,7 @@ from fp8fn.ops.sharded import is_sharded
 from fp8fn.ops.torch_private.core import (
     CompileContext,
     FakeTensor,
+    HopDispatchSetCache,
     TracingContext,
     compile_context,
     is_functorch_wrapped_tensor,
@@ -168,6 +169,8 @@ class _Masked:
         self._compiled: Callable[..., Any] | None = None
         # PyTorch compiles a backward that is called later in the same way.
         self._traced, self._compiling = copy(TracingContext.try_get()), CompileContext.try_get()
+        if self._traced is not None:  # the regions of the other graph have the same names
+            self._traced.hop_dispatch_set_cache = HopDispatchSetCache()
 
     def __call__(self, *args: Any) -> Any:
         if (compiled := self._compiled) is None:

@@ -57,7 +57,7 @@ with needed_by("fp8fn"):
     )
     from torch._C._nn import linear
     from torch._functorch.autograd_function import enable_single_level_autograd_function
-    from torch._guards import CompileContext, TracingContext, compile_context, tracing
+    from torch._guards import CompileContext, HopDispatchSetCache, TracingContext, compile_context, tracing
     from torch._library.simple_registry import singleton as registrations
     from torch._ops import HigherOrderOperator
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager

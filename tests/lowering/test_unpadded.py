@@ -273,6 +273,28 @@ def test_regions(first: str, region: str) -> None:
     assert [any(each) for each in kept.masks] == ([False, True] if first == "ones" else [True])
 
 
+def test_gradients_of_regions(fresh_caches: None) -> None:
+    """PyTorch keeps the traced graph of a region by its name, which is the same in the graph with masks."""
+    weight = torch.randn(D, D).div(4).requires_grad_()
+
+    def part(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+        return layer(x @ weight, mask)
+
+    def model(x: Tensor, tokens: Tensor, part: Callable[..., Tensor] = part) -> Tensor:
+        mask = causal(tokens)
+        return part(part(x, weight, mask), weight, mask)
+
+    region = torch.compiler.nested_compile_region(part)
+    compiled = torch.compile(
+        lambda x, tokens: model(x, tokens, region), backend="fp8fn", options={"where": []}, fullgraph=True
+    )
+    for mask in (ones(), padded(), ones()):
+        x = drawn().requires_grad_()
+        out, wanted = compiled(x, mask), model(x, mask)
+        grads, right = (torch.autograd.grad(each.square().sum(), (x, weight)) for each in (out, wanted))
+        torch.testing.assert_close((out, *grads), (wanted, *right), atol=1e-4, rtol=1e-4)
+
+
 def test_threads_compile_the_second_graph_once() -> None:
     class Slow(Kept):
         def _compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
