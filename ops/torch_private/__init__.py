@@ -28,5 +28,5 @@ def needed_by(user: str) -> Iterator[None]:
         yield
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{user} needs what torch {torch.__version__} does not have: {error}; torch 2.11 to 2.13 have it"
+            f"{user} needs what torch {torch.__version__} does not have: {error}; torch 2.11 to 2.14 have it"
         ) from error
