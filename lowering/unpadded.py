@@ -55,7 +55,7 @@ def by_padding(gm: GraphModule, inputs: Sequence[Any], compile_graph: Compile) -
     masks = _masks_without_padding(gm, inputs)
     if not masks:
         return compile_graph(gm, inputs)
-    masked, promise = _Masked(gm, inputs, compile_graph), _Promise(gm, masks)
+    masked, promise = _Masked(gm, inputs, compile_graph), _Promise(gm, masks, _vary(inputs))
     drop(gm, masks)
     _LOG.info("attentions that do without a mask in batches without padding, as the first one: %d", len(masks))
     if _vary(inputs):
@@ -92,16 +92,17 @@ def _known(given: Any) -> Tensor | int | None:
 class _Promise:
     """What a call has to have so that attentions do without masks: ones, and sizes by which the masks are the same.
 
-    A mask of no more tokens than a window is causal, and one of more tokens is not.
+    A mask of no more tokens than a window is causal, and one of more tokens is not. Sizes are numbers of the graph, and
+    those of the ones, by which a mask may be computed without a number.
     """
 
-    def __init__(self, gm: GraphModule, masks: Sequence[Droppable]) -> None:
+    def __init__(self, gm: GraphModule, masks: Sequence[Droppable], vary: bool) -> None:
         read = frozenset().union(*(each.read for each in masks))
         places = {i: node for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in read}
         self._ones = [i for i, node in places.items() if value(node) is not None]
-        self._sizes = [i for i in places if i not in self._ones]
-        self._allowed: dict[tuple[int, ...], bool] = {}
-        if self._sizes:  # a copy, for the graph loses what computes the masks
+        self._vary = vary
+        self._allowed: dict[tuple[Any, ...], bool] = {}
+        if vary:  # a copy, for the graph loses what computes the masks
             copies = {node.name: node for node in deepcopy(gm.graph).nodes}
             self._read = {i: copies[node.name] for i, node in places.items()}
             # A mask that a region computes reads no input.
@@ -113,9 +114,9 @@ class _Promise:
 
     def _allows(self, args: Sequence[Any]) -> bool:
         """Whether the masks are the same by the sizes of this call; they are computed once for each."""
-        if not self._sizes:
+        if not self._vary:
             return True
-        sizes = tuple(args[i] for i in self._sizes)
+        sizes = tuple(args[i].shape if i in self._ones else args[i] for i in self._read)
         if sizes not in self._allowed and not graph_capture.capturing():
             given = {node: args[i] for i, node in self._read.items()}
             self._allowed[sizes] = all(kind_of(mask, given) == kind for mask, kind in self._kinds.items())

@@ -225,6 +225,17 @@ def behind(x: Tensor, more: int) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x, attn_mask=places[None, :] <= places[:, None] + more)
 
 
+def counted(x: Tensor, tokens: Tensor) -> Tensor:
+    """Of the mask's own sizes: no number of the graph is read."""
+    places = tokens.cumsum(-1)
+    apart = places[:, None, :, None] - places[:, None, None, :]
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=(apart >= 0) & (apart < 4))
+
+
+def test_positions_counted_in_the_mask() -> None:
+    assert calls(counted, *[of_length(*each) for each in ((4,), (3,), (20,), (3, 1), (2,))]) == "__mm_"
+
+
 def test_masks_of_numbers_alone() -> None:
     drawn = {length: of_length(length)[0] for length in (7, 9, 20, 24)}
     assert calls(by_positions, *[(x,) for x in drawn.values()]) == "____"
