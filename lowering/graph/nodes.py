@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any, Final
 
 from torch import Tensor
 from torch.fx import Node
+from torch.utils.weak import TensorWeakRef
 
 # The key of a product's number in "custom", which PyTorch copies from Dynamo's graph to the nodes that it makes of it.
 PRODUCT: Final = "fp8fn_product"
@@ -43,8 +43,23 @@ def given_tensor(node: Node) -> Tensor | None:
 
 
 def set_given_tensor(node: Node, given: Tensor) -> None:
-    """Makes `given` the caller's own tensor, of which this input is the trace."""
-    node.meta["grapharg"] = SimpleNamespace(example=given)
+    """Makes `given` the caller's own tensor, of which this input is the trace.
+
+    The reference is weak, as Dynamo's is: a compiled graph may keep its nodes, and would keep a batch with them.
+    """
+    node.meta["grapharg"] = _Given(given)
+
+
+class _Given:
+    """Has the attribute of Dynamo's `GraphArg` that `given_tensor` reads."""
+
+    def __init__(self, given: Tensor) -> None:
+        self._given = TensorWeakRef(given)
+
+    @property
+    def example(self) -> Tensor | None:
+        found: Tensor | None = self._given()
+        return found
 
 
 def origin_of(node: Node) -> tuple[str, bool]:

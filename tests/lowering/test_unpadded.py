@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -123,6 +125,18 @@ def test_dynamos_marks_are_those_of_both_graphs() -> None:
         assert vars(one) == vars(other)
         assert one.meta["tensor_dict"] is other.meta["tensor_dict"]
     assert sum("_dynamo_static_input_type" in node.meta["tensor_dict"] for node in inputs[1]) == 2
+
+
+def test_no_batch_is_kept() -> None:
+    """Inductor keeps the graphs that it compiles, as this backend does."""
+    compiled, batches = torch.compile(attended, backend=Kept(), fullgraph=True), []
+    for tokens in (ones(), padded(), ones()):
+        x = drawn()
+        compiled(x, tokens)
+        batches += [ref(x), ref(tokens)]
+        del x, tokens
+    gc.collect()
+    assert [batch() for batch in batches] == [None] * 6
 
 
 def test_a_first_batch_with_padding_has_one_graph() -> None:
