@@ -53,7 +53,7 @@ def test_most_names_are_looked_for() -> None:
 def test_an_attribute_is_looked_for() -> None:
     look_for(SimpleNamespace(_here=1), "_here")
     with (
-        pytest.raises(ImportError, match=r"^a step needs what torch .* does not have: .*_gone.* torch 2\.11 to 2\.13"),
+        pytest.raises(ImportError, match=r"^a step needs what torch .* does not have: .*_gone.* torch 2\.11 to 2\.14"),
         needed_by("a step"),
     ):
         look_for(SimpleNamespace(_here=1), "_here", "_gone")
