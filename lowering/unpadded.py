@@ -90,10 +90,10 @@ def _known(given: Any) -> Tensor | int | None:
 
 
 class _Promise:
-    """What a call has to have so that attentions do without masks: ones, and sizes by which the masks are the same.
+    """Attentions do without masks if a call gives ones, and sizes for which the masks are those of the first call.
 
-    A mask of no more tokens than a window is causal, and one of more tokens is not. Sizes are numbers of the graph, and
-    those of the ones, by which a mask may be computed without a number.
+    A mask of no more tokens than a window is causal, and one of more tokens is not. The sizes are numbers among the
+    graph's inputs, and the shapes of the ones, for a mask may be computed from these alone.
     """
 
     def __init__(self, gm: GraphModule, masks: Sequence[Droppable], vary: bool) -> None:

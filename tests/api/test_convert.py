@@ -417,7 +417,7 @@ def test_a_static_scale_stays_where_the_format_has_one(format: str, tmp_path: Pa
 @pytest.mark.parametrize("target", ["compressed-tensors", "torchao"])
 @pytest.mark.parametrize("block", [None, (128, 128)], ids=str)
 def test_activations_that_stay_in_16_bits_stay_so(target: str, block: Any, tmp_path: Path) -> None:
-    """Of a checkpoint with FP8 weights alone, which a server would else multiply by FP8 activations."""
+    """A server would else multiply what has FP8 weights alone by FP8 activations."""
     model = torch.nn.ModuleDict({"fc": torch.nn.Linear(256, 256)})
     fp8fn.quantize_weights(model, block=(1, -1))
     fp8fn.save_weights(model, tmp_path / "in", format="compressed-tensors")

@@ -209,7 +209,7 @@ def test_lengths_that_vary() -> None:
 
 
 def test_lengths_that_vary_have_both_graphs_at_once() -> None:
-    """What the graph with masks demands of a length is among the guards of both."""
+    """The guards of the graph with masks are among those of both."""
     assert served(attended, of_length(20), dynamic=True) == [[True], [False]]
 
 
@@ -240,7 +240,7 @@ def behind(x: Tensor, more: int) -> Tensor:
 
 
 def counted(x: Tensor, tokens: Tensor) -> Tensor:
-    """Of the mask's own sizes: no number of the graph is read."""
+    """The window depends on the sizes of `tokens` alone, and on no number of the graph."""
     places = tokens.cumsum(-1)
     apart = places[:, None, :, None] - places[:, None, None, :]
     return F.scaled_dot_product_attention(x, x, x, attn_mask=(apart >= 0) & (apart < 4))

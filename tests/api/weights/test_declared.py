@@ -118,7 +118,7 @@ def test_a_layers_tensor_of_comfyui_is_no_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("format", "name"), [("comfy", "fc.comfy_quant"), ("scaled_fp8", "scaled_fp8")])
 def test_another_declaration_replaces_tensors_that_declare(format: str, name: str, tmp_path: Path) -> None:
-    """Of a weight that is e4m3 after a conversion, or in 16 bits when the model is saved."""
+    """The weight is e4m3 after a conversion, or in 16 bits when the model is saved."""
     data = torch.randn(256, 256).to(torch.float8_e5m2)
     marker = entry('{"format": "float8_e5m2"}') if format == "comfy" else torch.empty(0, dtype=torch.float8_e5m2)
     scale = "fc.weight_scale" if format == "comfy" else "fc.scale_weight"
