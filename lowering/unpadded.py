@@ -74,7 +74,8 @@ def _masks_without_padding(gm: GraphModule, inputs: Sequence[Any]) -> list[Dropp
     if any(isinstance(each, FakeTensor) for each in inputs) or any(map(_communicates, gm.modules())):
         return []  # the values of a graph that is compiled in parts are not there yet
     known = zip(gm.graph.find_nodes(op="placeholder"), map(_known, inputs), strict=True)
-    masks = droppable(gm, {node: each for node, each in known if each is not None})
+    given = {node: each for node, each in known if each is not None}
+    masks = droppable(gm, given) if given else []  # constant masks were looked at before
     costly = _vary(inputs) or any(map(_waits, masks))
     return masks if not costly or sum(map(_work, masks)) >= _LEAST_WORK else []
 
