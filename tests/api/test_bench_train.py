@@ -488,6 +488,26 @@ def worker_setting(steps: int = 2) -> worker.Setting:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_steps_after_another_length_run_the_graph_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    lengths: list[Any] = []
+
+    def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        (tokens,) = [node.meta["example_value"] for node in placeholders if "input_ids" in node.name]
+        lengths.append(tokens.shape[1])
+        return gm
+
+    monkeypatch.setattr(variants.Variant, "compile", lambda self, model, device: torch.compile(model, backend=keep))
+    setting = replace(worker_setting(), attention=attention.MASKED, ones=True, varied=True)
+    worker.Trainer(setting, variants.parse("bf16")).prepare()
+    first, second = lengths
+    assert first == 24
+    assert isinstance(second, torch.SymInt)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_trainer_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Inductor: the losses are those of a plain loop, and what is kept is what autograd saves."""
     pytest.importorskip("transformers")

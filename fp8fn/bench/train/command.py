@@ -33,6 +33,7 @@ _IMPLEMENTATIONS: Final = {
     "causal": "is_causal, without a mask",
     "transformers": "transformers' sdpa",
     "ones": "transformers' sdpa, called with an attention_mask of ones",
+    "varied": "transformers' sdpa, called with an attention_mask of ones, in a graph for any length",
 }
 # A process takes this memory on a GPU besides tensors, for CUDA's context and its kernels.
 _CONTEXT_BYTES: Final = 900 << 20
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     setting = Setting(
         size=size, batch=args.tokens[0], sequence=args.tokens[1],
         attention=attention.CAUSAL if args.attention == "causal" else attention.MASKED,
-        kernel=kernel, steps=args.steps, device=str(device), ones=args.attention == "ones",
+        kernel=kernel, steps=args.steps, device=str(device),
+        ones=args.attention in ("ones", "varied"), varied=args.attention == "varied",
     )  # fmt: skip
     shared = {
         "model": args.model, "size": as_json(size), "batch": setting.batch, "sequence": setting.sequence,
@@ -252,7 +254,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attention", choices=_IMPLEMENTATIONS, default="causal",
         help="causal: is_causal and no mask; transformers: unchanged, a mask when compiled; ones: likewise, called "
-        "with an attention_mask of ones, as tokenizers return it (default: causal)",
+        "with an attention_mask of ones, as tokenizers return it; varied: likewise, after shorter sequences, so that "
+        "the length is a variable of the graph (default: causal)",
     )  # fmt: skip
     parser.add_argument("--kernel", choices=attention.KERNELS, help="attention's kernel (default: the fastest here)")
     parser.add_argument("--steps", type=options.positive, default=20, metavar="N", help="training steps (default: 20)")

@@ -33,7 +33,8 @@ _UNTIMED: Final = 2
 class Setting:
     """The model, the batch and the attention that all variants share. `steps` are trained before any timing.
 
-    With `ones` a call also gets an `attention_mask` that says that the batch has no padding.
+    With `ones` a call also gets an `attention_mask` that says that the batch has no padding. With `varied` shorter
+    sequences come first, so that the graph of all steps has a variable for their length.
     """
 
     size: Size
@@ -45,6 +46,7 @@ class Setting:
     device: str
     seed: int = 0
     ones: bool = False
+    varied: bool = False
 
 
 class Trainer:
@@ -66,6 +68,8 @@ class Trainer:
         from torch._dynamo.utils import counters
 
         begin = time.perf_counter()
+        if self.setting.varied:
+            self.forward_backward(self.batches[0][:, : 3 * self.setting.sequence // 4].contiguous())
         self.forward_backward(self.batches[0])
         self.synchronize()
         first = time.perf_counter() - begin
