@@ -252,7 +252,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         f"(default: {' '.join(DEFAULTS)})",
     )  # fmt: skip
     parser.add_argument(
-        "--attention", choices=_IMPLEMENTATIONS, default="causal",
+        "--attention", choices=_IMPLEMENTATIONS, default="causal", metavar="KIND",
         help="causal: is_causal and no mask; transformers: unchanged, a mask when compiled; ones: likewise, called "
         "with an attention_mask of ones, as tokenizers return it; varied: likewise, after shorter sequences, so that "
         "the length is a variable of the graph (default: causal)",
