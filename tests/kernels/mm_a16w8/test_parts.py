@@ -27,7 +27,7 @@ from fp8fn.ops.tuning.weight import WeightProblem
 from support.accuracy import snr
 from support.compilers import assert_no_spills, needs_nvrtc
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
-from support.operands.weights import IN_PARTS, assert_right, by_block, exact, on_gpu, operand, operands
+from support.operands.weights import assert_right, by_block, exact, on_gpu, operand, operands
 from support.products import quantized, weight_product, with_parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -303,6 +303,7 @@ def test_no_tile_spills(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_products_on_a_gpu(dtype: torch.dtype, block: Block, hopper: Any) -> None:
     """As near to the exact product as rounding to 16 bits; also in a CUDA graph, whose launches overlap."""
+    bars = {BF16: 54.0, FP16: 62.0}
     for m, n, k in ((17, 4096, 4096), (64, 1024, 4096), (100, 2304, 6144), (300, 3608, 1040), (768, 4096, 14336)):
         x, w = on_gpu(m, n, k, block, x=dtype)
         given = weight_product(x, w, torch.empty(m, n, dtype=dtype, device="cuda"), hopper)
@@ -316,5 +317,5 @@ def test_products_on_a_gpu(dtype: torch.dtype, block: Block, hopper: Any) -> Non
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-        assert snr(eager, exact(x, w)) > IN_PARTS[dtype]
+        assert snr(eager, exact(x, w)) > bars[dtype]
         assert all(torch.equal(found, eager) for found in outputs)

@@ -18,8 +18,6 @@ from support.accuracy import snr
 from support.products import weight_product
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-# Least SNR, by the type of the rows, of products of rows that are split into FP8 parts: a GPU adds them up in 14 bits.
-IN_PARTS = {BF16: 54.0, torch.float16: 62.0}
 BLOCKS = list(SCALES)
 BATCHES = [((3,), (3,)), ((3,), ()), ((), (3,)), ((1,), (1,)), ((1,), ())]
 # Numbers of rows, each with one configuration.
