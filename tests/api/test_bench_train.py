@@ -489,7 +489,7 @@ def worker_setting(steps: int = 2) -> worker.Setting:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-def test_steps_after_another_length_run_the_graph_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_another_length_the_length_is_a_variable_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     lengths: list[Any] = []
 

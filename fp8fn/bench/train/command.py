@@ -33,7 +33,7 @@ _IMPLEMENTATIONS: Final = {
     "causal": "is_causal, without a mask",
     "transformers": "transformers' sdpa",
     "ones": "transformers' sdpa, called with an attention_mask of ones",
-    "varied": "transformers' sdpa, called with an attention_mask of ones, in a graph for any length",
+    "varied": "transformers' sdpa, called with an attention_mask of ones, in a graph whose length is a variable",
 }
 # A process takes this memory on a GPU besides tensors, for CUDA's context and its kernels.
 _CONTEXT_BYTES: Final = 900 << 20
