@@ -92,7 +92,7 @@ def test_many_rows_that_no_kernel_in_cuda_can_read_go_to_pytorch() -> None:
         return torch.empty(*shape, dtype=BF16, device="meta")
 
     for block in BLOCKS:
-        assert chosen(rows(512, 4096), lines(4096, 4096, block)) == "cuda_parts"
+        assert chosen(rows(256, 4096), lines(4096, 4096, block)) == "cuda_parts"
         assert chosen(rows(1024, 4096), lines(4096, 4096, block)) == "cuda_many"
         assert chosen(rows(4096, 4096), lines(4100, 4096, block)) == "triton_mm"
     assert chosen(rows(128, 4100), lines(4096, 4100)) == "dequantized"

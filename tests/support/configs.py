@@ -105,7 +105,9 @@ ROW_MAJOR = [GemvConfig(8, 8, 1, 8, 2, 1, 1), GemvConfig(8, 8, 2, 1, 3, 4, 1), G
 MANY = [
     ManyRowsConfig(), ManyRowsConfig(128, 1, 2), ManyRowsConfig(64, 2, 3, GROUP=3), ManyRowsConfig(160, TURNS=True),
     ManyRowsConfig(256, 1, TURNS=True), ManyRowsConfig(64, 4, 2, TURNS=True), ManyRowsConfig(64, 1, 4, TURNS=True),
-    ManyRowsConfig(32, 2, 2, MATH=1), ManyRowsConfig(32, 1, 1, MATH=1, RESIDENT=4),
+    ManyRowsConfig(160, 1, 3, TURNS=True), ManyRowsConfig(96, 2, 3, TURNS=True), ManyRowsConfig(192, 1, 3, TURNS=True),
+    ManyRowsConfig(224, 1, TURNS=True), ManyRowsConfig(96, 3, TURNS=True), ManyRowsConfig(32, 2, 2, MATH=1),
+    ManyRowsConfig(32, 1, 1, MATH=1, RESIDENT=4),
     ManyRowsConfig(64, 1, 4, MATH=1, RESIDENT=2), ManyRowsConfig(128, 1, 2, MATH=1, RESIDENT=2),
     ManyRowsConfig(64, 2, 2, RESIDENT=1), ManyRowsConfig(32, 1, 4, K_PARTS=2, RESIDENT=2),
     ManyRowsConfig(64, 2, 2, K_PARTS=2, RESIDENT=1), ManyRowsConfig(128, 1, 4, K_PARTS=2, RESIDENT=1),
@@ -116,6 +118,7 @@ MANY = [
 GATED = [
     ManyRowsConfig(160, TURNS=True, GATED=True), ManyRowsConfig(256, 1, TURNS=True, GATED=True),
     ManyRowsConfig(128, 1, 4, TURNS=True, GATED=True), ManyRowsConfig(64, 2, 3, GROUP=3, GATED=True),
+    ManyRowsConfig(160, 1, 3, TURNS=True, GATED=True), ManyRowsConfig(224, 1, TURNS=True, GATED=True),
 ]  # fmt: skip
 
 WEIGHT_TILES = [

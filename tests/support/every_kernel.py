@@ -368,15 +368,15 @@ def _mm_a16w8(place: Place, target: Target) -> Forms:
     for config, block in zip(MANY[::3], cycle(WEIGHT_BLOCKS), strict=False):
         k = 2 * config.STAGES * config.K_PARTS * BK + 16
         operands, given = made(2 * config.BM + 9, 2 * config.BN + 8, k, block, place)
-        if config.BM > 128 and SCALES[block] != "LINE":
+        if config.BM >= 256 and SCALES[block] == "BLOCK":
             operands.expected = partial(_of_rounded_weight, given)
         yield Form(f"{config}", mm_a16w8.plan(given, config), operands)
-    for config, dtype in product(
-        (mm_a16w8.ManyRowsConfig(160, TURNS=True), mm_a16w8.ManyRowsConfig(64, 1, 4, TURNS=True)), (BF16, FP16)
-    ):
+    tall, odd, low = ((160, 2, 2), (160, 1, 3), (64, 1, 4))  # of 10, 5 and 2 parts of the output
+    for sizes, dtype in product((tall, odd, low), (BF16, FP16)):
+        config = mm_a16w8.ManyRowsConfig(*sizes, TURNS=True)
         k = 33 * BK + 16  # scales of 128 columns are loaded anew on the way
         operands, given = made(config.BM + 9, config.BN + 8, k, first, place, dtype=dtype)
-        if config.BM > 128 and dtype == BF16:
+        if config.BM >= 256 and dtype == BF16:
             operands.expected = partial(_of_rounded_weight, given)
         yield Form(f"long {dtype} {config}", mm_a16w8.plan(given, config), operands)
     for config in (

@@ -15,10 +15,11 @@
 // multiprocessor hide each other's latency; with IN_FLIGHT the rings hold all of K.
 //
 // Scales. Where the scale changes along K, each product goes into a temporary that is scaled and added to the
-// accumulators. With more than 128 rows the temporary would not fit into registers. There a weight for bfloat16 is
-// multiplied by its scale when it is widened, and rounded once. For float16, which has not the range of the scales, the
-// widened weight is multiplied by the power of two in its scale, which is exact, and the accumulators are kept in units
-// of the rest of the scale, from 1 to 2: before each K tile they are multiplied by the change of that unit.
+// accumulators. With more than 128 rows the temporary would not fit into registers. There the widened weight is
+// multiplied by the power of two in its scale, which is exact, and the accumulators are kept in units of the rest of
+// the scale, from 1 to 2: before each K tile they are multiplied by the change of that unit. From 256 rows on that takes
+// 6 to 9 % of the time where all of a warpgroup's columns have one scale. There a weight for bfloat16, which has the
+// range of the scales, is multiplied by its scale when it is widened, and rounded once.
 //
 // Gated. With PAIRS the launch computes silu(x · w) * (x · w_up), of persistent tiles of BN = 64 columns: warpgroup 0
 // multiplies the columns of the gate, and warpgroup 1 the same columns of up. Both round their products to the type of
@@ -67,14 +68,13 @@ constexpr int OUT_ROWS = 32;
 constexpr int SILU_WARPS = 3;  // of the producer warpgroup
 constexpr int OUT_BYTES = OUT_ROWS * 128;  // of an output buffer, 64 columns
 constexpr bool HOLDS = SCALE == LINE || ONCE;  // one scale holds for all of K
-constexpr bool ROUNDED = !HOLDS && BM > 128 && IS_BF16<XType>;  // the weight, scaled, is rounded to bfloat16
+constexpr bool ROUNDED = SCALE == BLOCK && !HOLDS && BM >= 256 && IS_BF16<XType>;  // the scaled weight is
 // Accumulators are in units of the scale without its power of two.
 constexpr bool IN_UNITS = !HOLDS && BM > 128 && !ROUNDED;
 constexpr bool IN_RUNS = SCALE == BLOCK && PERSISTENT && !HOLDS;  // scales of RUN K tiles are loaded at a time
 constexpr int RUN = 32;  // as many as a warp has lanes
 constexpr int PREFETCHED = 8;  // K tiles of w, to the L2
 static_assert(WIDTH % OUT_ROWS == 0, "the accumulators of a slice leave as whole parts");
-static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take turns over the border of tiles too");
 static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a K tile replaces a K tile");
 static_assert(K_PARTS == 1 || (K_PARTS == 2 && MATH == 2 && !PERSISTENT), "sums of two warpgroups");
 static_assert(K_PARTS == 1 || BM <= 128, "two parts of K would have units of their own");
@@ -95,20 +95,24 @@ static_assert(K_PARTS == 1 || AT_OUT >= BM * 64 * 4, "sums take the place of the
 INLINE void take_turn(int warpgroup) { named_sync<256>(3 + warpgroup); }
 INLINE void pass_turn(int warpgroup) { named_arrive<256>(4 - warpgroup); }
 
-// Splits a scale into a power of two, returned as a pair of float16, and the rest. Every FP8 value times the power is
-// exact in float16, and the rest is from 1 to 2 except for scales beyond these powers. A scale of 0 is 0 times 1: the
-// change of unit divides by the rest. A scale below 2^-100 counts as 0: sums in its unit could pass float32, and its
-// products are too small for an output of float16.
+// Splits a scale into a power of two, returned as a pair of XType, and the rest. Every FP8 value times the power is
+// exact in XType, and the rest is from 1 to 2 except for scales beyond these powers. A scale of 0 is 0 times 1: the
+// change of unit divides by the rest. Sums in the unit of a very small scale could pass float32. For float16 a scale
+// below 2^-100 counts as 0, whose products are too small for an output of float16. For bfloat16 one below the powers is
+// rounded and times 1/16, of which the largest subnormal scales have all bits of a bfloat16.
 INLINE uint32_t split_scale(float scale, float& rest) {
-    constexpr int LEAST = FP8 == Fp8::E4M3 ? -15 : -8;  // the least FP8 values: 2^-9, 2^-16
-    constexpr int MOST = FP8 == Fp8::E4M3 ? 7 : 0;
+    constexpr bool WIDE = IS_BF16<XType>;
+    constexpr int LEAST = (WIDE ? -102 : 0) + (FP8 == Fp8::E4M3 ? -15 : -8);  // the least FP8 values: 2^-9, 2^-16
+    constexpr int MOST = (WIDE ? 112 : 0) + (FP8 == Fp8::E4M3 ? 7 : 0);
     const uint32_t exponent = __float_as_uint(scale) >> 23 & 0xff;
     const uint32_t power = min(max(exponent, 127u + LEAST), 127u + MOST);
+    float factor = __uint_as_float(power << 23);
     rest = scale * __uint_as_float((254 - power) << 23);
-    const bool zero = exponent < 127 - 100;
-    if (zero) rest = 1.0f;
-    const float factor = zero ? 0.0f : __uint_as_float(power << 23);
-    return pack<Fp16>(factor, factor);
+    if (exponent < 127 + (WIDE ? LEAST : -100)) {
+        factor = WIDE ? scale * 16.0f : 0.0f;
+        rest = WIDE && scale != 0.0f ? 1 / 16.0f : 1.0f;
+    }
+    return pack<XType>(factor, factor);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -303,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         constexpr bool EARLY = !PERSISTENT;
         if constexpr (!W_CONSTANT) wait_for_launches();
         if (TURNS && warpgroup == 1) pass_turn(1);  // the first turn is warpgroup 0's
+        [[maybe_unused]] int stored = 0;  // parts of earlier tiles
         for (int index = begin; walk.reaches(index); index += step) {
             const Tile tile = walk.at(index);
             float acc[SLICES][WIDTH / 2] = {};
@@ -345,8 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                         widen<XType, FP8>(bytes, low, high);
                     }
                     if constexpr (IN_UNITS) {
-                        low = multiply_pairs<Fp16>(low, powers[half]);
-                        high = multiply_pairs<Fp16>(high, powers[half]);
+                        low = multiply_pairs<XType>(low, powers[half]);
+                        high = multiply_pairs<XType>(high, powers[half]);
                     }
                 };
                 widen_lines(a, base + stage_w * W_BYTES + (GATED ? warpgroup * 64 * BK : 0), line, convert);
@@ -462,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
             for (int part = 0; part < BM / OUT_ROWS; ++part) {
                 const uint32_t buffer = GATED ? base + AT_OUT + (pairs.stage * 2 + warpgroup) * OUT_BYTES
-                                              : base + AT_OUT + (warpgroup * 2 + part % 2) * OUT_BYTES;
+                                              : base + AT_OUT + (warpgroup * 2 + (stored + part) % 2) * OUT_BYTES;
                 if constexpr (GATED) {
                     barrier_wait(empty_pair(pairs.stage), pairs.parity ^ 1);
                 } else {
@@ -502,6 +507,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                     tma_store_commit();
                 }
             }
+            if constexpr (BM / OUT_ROWS % 2) stored ^= 1;
         }
         if (TURNS && warpgroup == 0) take_turn(0);  // so that both warpgroups have met equally often
         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
 import torch
@@ -23,6 +23,7 @@ from fp8fn.ops.cuda.operands import (
 )
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.layout import Block
 from fp8fn.ops.operands import WeightProduct
 from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
@@ -98,12 +99,45 @@ class ManyRowsConfig:
         return f"{self.BM}x{self.BN}/{self.SLICES} stages{self.STAGES} resident{self.RESIDENT} group{self.GROUP}{marks}"
 
 
-_SQUARE: Final = ManyRowsConfig(128, 1, 4, TURNS=True)
-# And what a row of each costs beside the first, which is as large as the registers allow.
-_LARGE: Final = ((ManyRowsConfig(160, TURNS=True), 1.0), (ManyRowsConfig(256, 1, TURNS=True), 1.01), (_SQUARE, 1.3))
-# Times in microseconds on an H200, by the rows and columns of a tile: of a K tile, and of all else that a tile takes.
-_TIMES: Final = {(320, 128): (1.71, 3.0), (256, 128): (1.39, 2.2), (128, 128): (0.93, 1.6), (128, 64): (0.62, 0.1)}
 _SMALLEST: Final = ManyRowsConfig(64, 1, 6, TURNS=True)
+_SQUARE: Final = ManyRowsConfig(128, 1, 4, TURNS=True)
+_TALL: Final = ManyRowsConfig(160, TURNS=True)
+# Tiles for more than 128 rows by the kind of scales, each with two times in microseconds on an H200: of a K tile, and
+# of all else that a tile takes. Of two tiles with as many rows the faster one is here.
+_TIMES: Final = {
+    "BLOCK": {
+        _SMALLEST: (0.61, 1.6),
+        _SQUARE: (0.93, 1.6),
+        ManyRowsConfig(160, 1, 3, TURNS=True): (1.08, 1.8),
+        ManyRowsConfig(192, 1, 3, TURNS=True): (1.22, 1.9),
+        ManyRowsConfig(224, 1, TURNS=True): (1.35, 2.1),
+        ManyRowsConfig(256, 1, TURNS=True): (1.39, 2.2),
+        ManyRowsConfig(96, 3, TURNS=True): (1.62, 2.8),
+        _TALL: (1.71, 3.0),
+    },
+    "VECTOR": {
+        _SMALLEST: (0.70, 1.4),
+        _SQUARE: (1.02, 1.6),
+        ManyRowsConfig(96, 2, 3, TURNS=True): (1.29, 1.9),
+        ManyRowsConfig(128, 2, TURNS=True): (1.55, 2.2),
+        _TALL: (1.83, 2.6),
+    },
+    "LINE": {
+        _SMALLEST: (0.55, 1.6),
+        _SQUARE: (0.85, 1.6),
+        ManyRowsConfig(160, 1, 3, TURNS=True): (0.95, 2.0),
+        ManyRowsConfig(192, 1, 3, TURNS=True): (1.09, 1.9),
+        ManyRowsConfig(224, 1, TURNS=True): (1.21, 2.1),
+        ManyRowsConfig(256, 1, TURNS=True): (1.33, 2.4),
+        ManyRowsConfig(96, 3, TURNS=True): (1.55, 2.7),
+        _TALL: (1.65, 3.0),
+    },
+}
+# Narrow tiles whose two warpgroups share K, for one wave of blocks; any scales.
+_HALVES: Final = {
+    ManyRowsConfig(64, 1, 4, K_PARTS=2, RESIDENT=1): (0.45, 0.1),
+    ManyRowsConfig(128, 1, 4, K_PARTS=2, RESIDENT=1): (0.62, 0.1),
+}
 FEW: Final = 32  # rows
 _SHORT: Final = 4  # k-blocks: as many as all are in flight
 
@@ -118,46 +152,43 @@ def configure(product: WeightProduct) -> ManyRowsConfig:
 
 
 def choose_config(problem: WeightProblem) -> ManyRowsConfig:
-    """As was timed on an H200: of tiles that leave at most a third of the multiprocessors without one, those whose
-    waves cost the least.
+    """The tile for more than 128 rows whose waves take the least time; for fewer, as was timed on an H200.
 
-    Where there are none, narrow ones whose two warpgroups share K, if they are one wave of blocks; likewise of up to
-    128 rows where K is short.
+    For 65 to 128 rows: one of 128 rows where these leave at most a third of the multiprocessors without a tile. Else
+    narrow ones whose two warpgroups share K, if they are one wave of blocks, and always where K is short.
     """
     m, n, k, batches, cores = problem.m, problem.n, problem.k, problem.batch, problem.cores
     if m <= FEW:
         return _choose_few(m, n, -(-k // BK), batches, cores)
-    if m <= 128 and k <= BK:
+    if m > 128:
+        return min(_tiles_of_many(problem), key=lambda config: _microseconds(problem, config))
+    if k <= BK:
         return _choose_once(m, n, batches, cores)
-    if m <= 128 and k <= BK * _SHORT:
+    if k <= BK * _SHORT:
         return _choose_short(m, n, -(-k // BK), batches, cores)
-    if (large := _choose_large(problem, _LARGE)) is not None:
-        return large
-    parts = ManyRowsConfig(128 if m > 64 else 64, 1, 4, K_PARTS=2, RESIDENT=1)
-    if tiles(m, n, batches, parts) <= cores:
-        return parts
+    if m > 64 and 3 * tiles(m, n, batches, _SQUARE) >= 2 * cores:
+        return _SQUARE
+    narrow = [*_HALVES][m > 64]
+    if tiles(m, n, batches, narrow) <= cores:
+        return narrow
     return _SQUARE if m > 64 else _SMALLEST
 
 
-def estimate(problem: WeightProblem) -> float | None:
-    """The microseconds of the default configuration on an H200, if that was timed for many rows."""
-    config = choose_config(problem)
-    if (times := _TIMES.get((config.BM, config.BN))) is None:
-        return None
-    of_k_tile, beside = times
+def estimate(problem: WeightProblem) -> float:
+    """The microseconds of the default configuration of more than 128 rows on an H200."""
+    return _microseconds(problem, choose_config(problem))
+
+
+def _tiles_of_many(problem: WeightProblem) -> list[ManyRowsConfig]:
+    """Those for more than 128 rows."""
+    m, n, batches, cores = problem.m, problem.n, problem.batch, problem.cores
+    return [*_TIMES[SCALES[problem.block]], *(tile for tile in _HALVES if tiles(m, n, batches, tile) <= cores)]
+
+
+def _microseconds(problem: WeightProblem, config: ManyRowsConfig) -> float:
+    of_k_tile, beside = (_HALVES if config in _HALVES else _TIMES[SCALES[problem.block]])[config]
     waves = -(-tiles(problem.m, problem.n, problem.batch, config) // problem.cores)
     return waves * (-(-problem.k // BK) * of_k_tile + beside)
-
-
-def _choose_large(problem: WeightProblem, among: Sequence[tuple[ManyRowsConfig, float]]) -> ManyRowsConfig | None:
-    """The cheapest of those that leave at most a third of the multiprocessors without a tile."""
-    m, cores = problem.m, problem.cores
-    costs = {
-        config: -(-count // cores) * config.BM * of_row
-        for config, of_row in among
-        if (count := tiles(m, problem.n, problem.batch, config)) * 3 >= 2 * cores and m > config.BM // 2
-    }
-    return min(costs, key=costs.__getitem__) if costs else None
 
 
 def configure_gated(product: WeightProduct) -> ManyRowsConfig:
@@ -166,22 +197,32 @@ def configure_gated(product: WeightProduct) -> ManyRowsConfig:
     Beside 320 rows, whose stages leave room for 4 of 10 pairs, the multiplying warpgroups would wait for the SiLU.
     """
     problem = weight_problem(product)
-    large = _choose_large(problem._replace(n=2 * problem.n), _LARGE[1:]) or _SQUARE
-    return replace(large, GATED=True)
+    problem = problem._replace(n=2 * problem.n)
+    best = min(_gated_tiles(problem.block), key=lambda config: _microseconds(problem, config))
+    return replace(best, GATED=True)
+
+
+@cache
+def _gated_tiles(block: Block) -> tuple[ManyRowsConfig, ...]:
+    """Those that find room for all pairs of parts; narrower ones were not timed."""
+    return tuple(
+        config
+        for config in _TIMES[SCALES[block]]
+        if config.BM >= _SQUARE.BM and replace(config, GATED=True).pairs == config.BM // _OUT_ROWS
+    )
 
 
 def candidates(problem: WeightProblem) -> tuple[ManyRowsConfig, ...]:
     """The configurations to measure a problem in, the default one first; more than 16 rows, or those of a batch."""
     if (problem.m <= 16 and problem.batch == 1) or not problem.k_lines:
         return ()
-    parts = (ManyRowsConfig(rows, 1, 4, K_PARTS=2, RESIDENT=1) for rows in (64, 128))
     few = (
         [ManyRowsConfig(32, 1, 4, K_PARTS=2, RESIDENT=2), ManyRowsConfig(32, 1, 4, RESIDENT=2)]
         if problem.m <= FEW
         else []
     )
-    large = [config for config, _ in _LARGE if problem.m > config.BM // 2]
-    return tuple(dict.fromkeys([choose_config(problem), *large, _SMALLEST, *parts, *few]))
+    large = [config for config in _TIMES[SCALES[problem.block]] if problem.m > config.BM // 2]
+    return tuple(dict.fromkeys([choose_config(problem), *large, _SMALLEST, *_HALVES, *few]))
 
 
 def _choose_few(m: int, n: int, blocks: int, batches: int, cores: int) -> ManyRowsConfig:

@@ -41,9 +41,8 @@ _OCTET: Final = 8  # columns of a lane of `split_rows.cu`
 _THREADS: Final = 128
 _BOX_ROWS: Final = 8  # in memory, of which TMA loads a box has a multiple
 # Rows up to which this kernel was faster than the others on an H200, and up to which it was where estimates say so.
-_MOST_ROWS: Final = {torch.bfloat16: 512, torch.float16: 64}
-_MOST_ESTIMATED: Final = 4096
-_MOST_BESIDE_TRITON: Final = 768  # where N is no multiple of 8: there are no tiles of 16 bits
+_MOST_ROWS: Final = {torch.bfloat16: 256, torch.float16: 64}
+_MOST_ESTIMATED: Final = {torch.bfloat16: 768, torch.float16: 64}
 # Pairs of rows and elements: from so many rows on, it was faster by weights of so many elements or more.
 _FEWEST: Final = ((9, 40_000_000), (17, 3_500_000))
 _INVARIANT_SIZE: Final = _FEWEST[-1][1]
@@ -123,13 +122,12 @@ def untuned(product: WeightProduct) -> str | None:
     if product.out.dtype == torch.float32:
         return "out has dtype torch.float32, of more bits than the FP8 unit's sums"
     problem = _problem(product)
-    if problem.m > (most := _MOST_ROWS[problem.x_dtype]):
-        others = mm_a16w8.estimate(problem) if problem.x_dtype == torch.bfloat16 else None
-        estimated = mm_a16w8.accepts(product) is None
-        if others is None or problem.m > (_MOST_ESTIMATED if estimated else _MOST_BESIDE_TRITON):
-            return f"M={problem.m} rows of {problem.x_dtype} are more than {most}"
+    if problem.m > (most := _MOST_ESTIMATED[problem.x_dtype]):
+        return f"M={problem.m} rows of {problem.x_dtype} are more than {most}"
+    if problem.m > _MOST_ROWS[problem.x_dtype] and mm_a16w8.accepts(product) is None:
         own = _microseconds(problem, choose_config(problem)) + problem.m * problem.k / _SPLIT_RATE
-        if estimated and own > others:
+        others = fsum(mm_a16w8.estimate(problem._replace(n=n)) for n in _widths(product))
+        if own > others:
             return f"the split rows take {own:.0f} µs, and tiles in 16 bits {others:.0f} µs, estimated"
     fewest = next((size for rows, size in reversed(_FEWEST) if problem.m >= rows), None)
     if fewest is None:
@@ -208,8 +206,12 @@ def _fastest(problem: WeightProblem, split: int) -> ScaledMmConfig:
 
 def _problem(product: WeightProduct) -> WeightProblem:
     """The problem of one weight that has the columns of `w` and of those beside it."""
-    problem = weight_problem(product)
-    return problem._replace(n=problem.n + sum(each.out.shape[-1] for each in product.beside))
+    return weight_problem(product)._replace(n=sum(_widths(product)))
+
+
+def _widths(product: WeightProduct) -> list[int]:
+    """The columns of each weight."""
+    return [product.n, *(each.out.shape[-1] for each in product.beside)]
 
 
 def choose_config(problem: WeightProblem) -> ScaledMmConfig:

@@ -22,6 +22,7 @@ from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
 from fp8fn.ops.cuda.gemm.gemv_a16w8 import GemvConfig, accepts, choose_config
+from fp8fn.ops.cuda.operands import SCALES
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CompilationError
@@ -231,24 +232,18 @@ def many_rows(
 def test_every_division_of_many_rows(config: many.ManyRowsConfig) -> None:
     """Tiles at the edges, several for a block, of a K that is no multiple of 128; rounded to 16 bits, hence the bar.
 
-    Large tiles of bfloat16 round the weight too, but not by a scale that holds for all of K.
+    Tiles of 256 rows of bfloat16 or more round the weight too, if its blocks are squares.
     """
     for x_dtype, fp8, block, backwards in ((BF16, E4M3, (128, 128), False), (FP16, E5M2, (-1, 1), True)):
         for m, n, k, batch in ((config.BM + 9, config.BN + 8, 272, ()), (33, 72, 128, (2,))):
             x, w = torch.randn(*batch, m, k).to(x_dtype), operand(k, n, block, dtype=fp8, batch=batch)
             bias = torch.randn(n)
             out = many_rows(x, w, bias, config, backwards=backwards, constant=backwards)
-            bar = 68 if x_dtype == FP16 else 55 if k <= 128 or config.BM <= 128 else 50
+            bar = 68 if x_dtype == FP16 else 55 if k <= 128 or config.BM < 256 else 50
             assert snr(out, exact(x, w, bias)) > bar, (m, n, k)
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    "config", [many.ManyRowsConfig(160), many.ManyRowsConfig(64, 1, 4, K_PARTS=2, RESIDENT=1)], ids=str
-)
-@pytest.mark.parametrize("fp8", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_scales_of_any_size_among_many_rows(config: many.ManyRowsConfig, fp8: torch.dtype, dtype: torch.dtype) -> None:
+def assert_any_scale(config: many.ManyRowsConfig, fp8: torch.dtype, dtype: torch.dtype, **place: Any) -> None:
     """Columns with the scale of one k-block alone and the others 0, and with scales that fall, rise or change sign."""
     blocks, alone = 5, (1e-5, 3e-3, 1.0, 300.0, *((3e-39, 1e-34, 1e-12, 1e12, 1e28) if dtype == BF16 else ()))
     columns = []
@@ -258,14 +253,31 @@ def test_scales_of_any_size_among_many_rows(config: many.ManyRowsConfig, fp8: to
         columns += [torch.linspace(first, last, blocks).tolist(), [first, last, first, last, last]]
     for least in (1e-40, -2e-38, 1e-30):  # beside scales that outweigh them
         columns += [[1.0, least, 0.0, 1.0, least], [least, least, 1.0, least, 1.0]]
+        columns += [[1e30, least, 0.0, least, 1e-45], [1e-45, 1e30, least, 0.0, 0.0]] * (dtype == BF16)
     columns += [[0.0] * blocks] * (-len(columns) % 8)
     w = operand(128 * blocks, len(columns), (128, 1), dtype=fp8)
     w = ScaledTensor(w.data, torch.tensor(columns).mT.contiguous(), (128, 1))
     x = (torch.randn(70, 128 * blocks) * (10 / torch.finfo(fp8).max if dtype == FP16 else 1)).to(dtype)
-    found, expected = many_rows(x, w, config=config).double(), exact(x, w)
+    device = place.pop("device", "cpu")
+    found, expected = many_rows(x.to(device), w.to(device), config=config, **place).double().cpu(), exact(x, w)
     error = (found - expected).norm(dim=0) / expected.norm(dim=0).clamp(min=1e-45)
     assert found.isfinite().all()
     assert error.max() < 4e-3, error
+
+
+of_any_scale = pytest.mark.parametrize(
+    "config",
+    [many.ManyRowsConfig(160), many.ManyRowsConfig(224, 1), many.ManyRowsConfig(64, 1, 4, K_PARTS=2, RESIDENT=1)],
+    ids=str,
+)
+
+
+@needs_compiler
+@of_any_scale
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_scales_of_any_size_among_many_rows(config: many.ManyRowsConfig, fp8: torch.dtype, dtype: torch.dtype) -> None:
+    assert_any_scale(config, fp8, dtype)
 
 
 @needs_compiler
@@ -287,7 +299,7 @@ def test_two_parts_of_k_have_stages_of_their_own() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("config", [config for config, _ in many._LARGE], ids=str)
+@pytest.mark.parametrize("config", [*many._TIMES["BLOCK"]], ids=str)
 def test_each_k_tile_has_its_own_scale_in_every_tile_of_a_block(
     config: many.ManyRowsConfig, dtype: torch.dtype
 ) -> None:
@@ -300,7 +312,7 @@ def test_each_k_tile_has_its_own_scale_in_every_tile_of_a_block(
     x[..., -16:] *= 8  # the last scale holds for 16 elements
     found = many_rows(x, w, config=config, target=replace(FEW, multiprocessors=1))
     weight = reference.dequantize(w.data, w.scale, w.block)
-    if config.BM > 128 and dtype == BF16:
+    if config.BM >= 256 and dtype == BF16:
         weight = weight.to(BF16)
     assert snr(found, x.double() @ weight.double()) > (55 if dtype == BF16 else 70)
 
@@ -437,19 +449,26 @@ def test_many_rows_take_tiles_for_all_multiprocessors() -> None:
     assert choose(128, 28672) == choose(256, 6144) == choose(128, 512, 128) == choose(512, 2304) == (128, 128, 1)
     assert choose(64, 28672) == (64, 128, 1)
     assert choose(128, 6144) == choose(300, 2048) == (128, 64, 2)
-    assert choose(64, 6144) == choose(33, 4096) == (64, 64, 2)
+    assert choose(64, 6144) == choose(33, 4096) == choose(200, 1024) == (64, 64, 2)
+    assert choose(300, 3072) == (64, 128, 1)
+    assert [choose(m, 4096)[0] for m in (513, 777, 897, 2600)] == [160, 224, 256, 224]
+    assert [choose(m, 14336)[0] for m in (200, 300, 500, 650, 8192)] == [224, 320, 256, 224, 256]
 
 
-def test_rows_whose_tiles_round_the_weight() -> None:
-    """The numbers of docs/numerics.md."""
-
-    def rows(n: int) -> list[int]:
-        """Those at which tiles of more than 128 rows begin or end."""
-        large = [many.choose_config(WeightProblem(m, n, 4096)).BM > 128 for m in range(8193)]
-        return [m for m in range(1, 8193) if large[m] != large[m - 1]]
-
-    assert rows(4096) == [513, 1281, 1537]
-    assert rows(14336) == [129, 321, 385]
+def test_the_tile_whose_waves_take_the_least_time() -> None:
+    """By the blocks of the weight: no tile that isn't the fastest one of its rows is chosen."""
+    for block, heights in (
+        ((128, 128), {64, 128, 160, 192, 224, 256, 288, 320}), ((128, 1), {64, 128, 192, 256, 320}),
+        ((-1, 1), {64, 128, 160, 192, 224, 256, 288, 320}), ((-1, -1), {64, 128, 160, 192, 224, 256, 288, 320}),
+    ):  # fmt: skip
+        problems = [
+            WeightProblem(m, n, 4096, block=block) for m in range(129, 4097, 16) for n in (1024, 2304, 4096, 28672)
+        ]
+        chosen = {problem: many.choose_config(problem) for problem in problems}
+        assert {config.BM for config in chosen.values()} == heights
+        for problem, config in chosen.items():
+            times = {each: many._microseconds(problem, each) for each in many.candidates(problem) if each != config}
+            assert many.estimate(problem) == many._microseconds(problem, config) <= min(times.values())
 
 
 def test_a_short_k_is_in_flight_as_a_whole() -> None:
@@ -550,6 +569,16 @@ def test_no_default_of_many_rows_spills(block: Block) -> None:
             assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
 
 
+@needs_nvrtc
+@by_block
+def test_no_tile_for_many_rows_spills(block: Block) -> None:
+    for config in many._TIMES[SCALES[block]]:
+        for x, fp8, bias in ((BF16, E4M3, FP32), (FP16, E5M2, None)):
+            launch = plan_many(operands(4096, 4096, 4096, block, x=x, fp8=fp8, bias=bias), config)
+            assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
+            assert launch.resources().spills == 0, launch.describe()
+
+
 def test_what_the_kernel_of_many_rows_refuses_and_copies() -> None:
     def refusal(change: dict[str, Any], **kwargs: Any) -> str | None:
         return many.accepts(with_parts(operands(300, **kwargs), **change))
@@ -566,9 +595,9 @@ def test_what_the_kernel_of_many_rows_refuses_and_copies() -> None:
         assert re.search(message, refusal(change, **kwargs) or ""), message
     launch = plan_many(operands(300, 200, 136, batch=(3,)))
     boxes = {name: arg.box for name, arg in launch.args.items() if isinstance(arg, TensorMap)}
-    assert boxes == {"x": (1, 128, 64), "w": (1, 64, 128), "out": (1, 32, 64)}
+    assert boxes == {"x": (1, 64, 64), "w": (1, 64, 128), "out": (1, 32, 64)}
     assert launch.args["problem"] == (300, 200, 136, 3)
-    assert launch.grid == (3 * 4 * 3, 1, 1)
+    assert launch.grid == (5 * 4 * 3, 1, 1)
 
 
 def product(x: Tensor, w: ScaledTensor, bias: Tensor | None = None) -> Tensor:
@@ -660,6 +689,16 @@ def test_values_of_many_rows(config: many.ManyRowsConfig | None, block: Block, h
             bias = torch.randn(n, device="cuda", dtype=x)
             out = many_rows(given, w, bias, config, target=hopper)
             assert snr(out, exact(given, w, bias)) > (45 if x == BF16 else 60), (m, n, k)
+
+
+@pytest.mark.gpu
+@of_any_scale
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_scales_of_any_size_on_a_gpu(
+    config: many.ManyRowsConfig, fp8: torch.dtype, dtype: torch.dtype, hopper: Target
+) -> None:
+    assert_any_scale(config, fp8, dtype, target=hopper, device="cuda")
 
 
 @pytest.mark.gpu

@@ -16,8 +16,10 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import sibling_products as op
 from fp8fn.ops.cuda.gemm import a16w8_tiles
 from fp8fn.ops.cuda.gemm.a16w8_tiles import A16W8TilesConfig, accepts_beside
+from fp8fn.ops.cuda.gemm.parts_a16w8 import untuned
 from fp8fn.ops.operands import Beside, Quantized, WeightProduct
 from fp8fn.ops.targets import GFX942, SM90, Target
+from fp8fn.ops.tuning.weight import WeightProblem
 from support.accuracy import snr
 from support.compilers import assert_well_compiled, needs_nvrtc
 from support.configs import WEIGHT_TILES, WEIGHT_TILES_HELD
@@ -213,7 +215,10 @@ def test_what_one_launch_takes() -> None:
     large = of_linear(4096, 1536, (128, 128)).to("meta")
     assert reason(large, large, rows=17) is None
     assert reason(large, large, rows=768) is None
-    assert "4097 rows" in str(reason(large, large, rows=4097))
+    assert "769 rows" in str(reason(large, large, rows=769))
+    # Tiles in 16 bits would be faster by all columns at once, but not by those of one weight after the other.
+    assert "estimated" in str(untuned(WeightProblem(400, 3 * 1536, 4096).product()))
+    assert reason(large, large, large, rows=400) is None
     assert "has no kernel on gfx942" in (reason(first, second, target=GFX942) or "")
     other = of_linear(256, 70, (128, 1)).to("meta")
     assert reason(first, second, other) == "w and w_third differ in block or type"
