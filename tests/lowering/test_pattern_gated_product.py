@@ -209,7 +209,7 @@ def test_a_graph_on_hopper_is_planned_as_the_kernel_takes_it(monkeypatch: pytest
     """Where each product alone has large tiles, and not where it has few of them."""
     monkeypatch.setattr(gated_product.targets, "target_of", lambda device: SM90)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    few = "no kernel for it: each product is one of small tiles, 128x64/1 stages4 resident1 group8 parts2"
+    few = "no kernel for it: each product is one of small tiles, 64x64/1 stages4 resident1 group8 parts2"
     for hidden, rows, dtype, made, reason in (
         (1536, 1024, BF16, OP, None),
         (384, 256, BF16, "", few),
