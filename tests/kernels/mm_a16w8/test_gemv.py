@@ -281,6 +281,19 @@ def test_scales_of_any_size_among_many_rows(config: many.ManyRowsConfig, fp8: to
 
 
 @needs_compiler
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("config", [config for config in many._TIMES["VECTOR"] if config.BM > 128], ids=str)
+def test_scales_of_columns_round_nothing(config: many.ManyRowsConfig, fp8: torch.dtype) -> None:
+    """By a rounded weight the product has 53 dB. Scales reach up to the largest float32, where no weight would fit."""
+    for power in (-110, 0, 112, 119, 127):
+        x = (torch.randn(70, 304) * 2.0 ** max(-power - 12, -118)).to(BF16)
+        w = operand(304, 24, (128, 1), dtype=fp8)
+        w = ScaledTensor(w.data, torch.exp2(power + 0.9 * torch.rand_like(w.scale)), w.block)
+        weight = w.data.double() * w.scale.double().repeat_interleave(128, 0)[:304]
+        assert snr(many_rows(x, w, config=config), x.double() @ weight) > 55, power
+
+
+@needs_compiler
 @pytest.mark.parametrize("config", [many.ManyRowsConfig(64, 1, 2 * n, K_PARTS=2, RESIDENT=1) for n in (1, 2)], ids=str)
 def test_two_parts_of_a_long_k(config: many.ManyRowsConfig) -> None:
     """An odd number of K tiles in stages that each part uses again and again."""
