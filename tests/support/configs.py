@@ -119,6 +119,7 @@ GATED = [
     ManyRowsConfig(160, TURNS=True, GATED=True), ManyRowsConfig(256, 1, TURNS=True, GATED=True),
     ManyRowsConfig(128, 1, 4, TURNS=True, GATED=True), ManyRowsConfig(64, 2, 3, GROUP=3, GATED=True),
     ManyRowsConfig(160, 1, 3, TURNS=True, GATED=True), ManyRowsConfig(224, 1, TURNS=True, GATED=True),
+    ManyRowsConfig(128, 2, TURNS=True, GATED=True),
 ]  # fmt: skip
 
 WEIGHT_TILES = [

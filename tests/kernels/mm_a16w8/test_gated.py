@@ -212,6 +212,10 @@ def test_pairs_of_a_tile_find_room() -> None:
     assert {many.ManyRowsConfig().pairs, many.ManyRowsConfig(160, TURNS=True).pairs} == {0}
 
 
+def test_all_defaults_are_emulated() -> None:
+    assert {replace(config, GATED=True) for block in BLOCKS for config in many._gated_tiles(block)} <= {*GATED}
+
+
 @needs_nvrtc
 def test_machine_code_spills_nothing() -> None:
     for config in (config for config in GATED if config.TURNS):
