@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 uint32_t a[BK / 16][4];
                 auto convert = [&](uint32_t bytes, int half, uint32_t& low, uint32_t& high) {
                     if constexpr (ROUNDED) {
-                        widen_scaled<FP8>(bytes, half ? scale.lower : scale.upper, low, high);
+                        widen_scaled<FP8>(bytes, scale.upper, low, high);  // of both columns
                     } else {
                         widen<XType, FP8>(bytes, low, high);
                     }
