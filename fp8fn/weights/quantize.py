@@ -151,6 +151,7 @@ def choose(
     op: str, model: nn.Module, where: Where, why_not: Callable[[str, Tensor, nn.Module, Where], str | None]
 ) -> tuple[dict[str, Place], dict[Tensor, list[str]], dict[str, str]]:
     """All parameters by name, the weights without a reason to stay with their names, and the reasons of the others."""
+    check_where(where)  # a dict of patterns would be read as the list of its keys
     places = dict(named_places(model))
     missed = why_none_match(where, places)
     if missed is not None:

@@ -129,6 +129,7 @@ def test_wrong_arguments() -> None:
         (TypeError, "quantize_weights: model is a Tensor; use a torch.nn.Module", (torch.ones(2, 2),)),
         (ValueError, "where='layer.*' matches no weight; nearest names: 'layers.*.weight'", (model, "layer.*")),
         (TypeError, "where=3 is neither a function of a Site nor glob patterns", (model, 3)),
+        (TypeError, "where={'layers.*': False} is neither a function of a Site", (model, {"layers.*": False})),
         (ValueError, "(64, 64) is not a block of fp8fn", (model, None, (64, 64))),
         (ValueError, "(64, 64) is not a block of fp8fn", (nn.ReLU(), None, (64, 64))),
     ):
