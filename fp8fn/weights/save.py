@@ -19,6 +19,7 @@ from fp8fn.checkpoint.formats import FORMATS, drop_declarations
 from fp8fn.checkpoint.plan import check_names, declaration, new_layout, stored_scale, takes_static
 from fp8fn.checkpoint.write import write_file
 from fp8fn.ops.formats import SCALE_DTYPES, short_name
+from fp8fn.ops.kinds import kind_of
 from fp8fn.ops.sharded import is_sharded
 from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.weights.experts import Pieces, piece_of, pieces_in_files
@@ -29,14 +30,25 @@ _SHARD_BYTES: Final = 5 * 10**9  # the size of transformers' shards
 
 
 def _format(op: str, name: str, value: object) -> None:
-    if not isinstance(value, CheckpointLayout) and value not in FORMATS:
-        raise ValueError(
-            f"{op}: {name}={value!r} is not a format; use {', '.join(map(repr, FORMATS))}, or the layout that "
-            "load_weights returned"
-        )
+    if isinstance(value, CheckpointLayout) or (isinstance(value, str) and value in FORMATS):
+        return
+    remedy = f"use {', '.join(map(repr, FORMATS))}, or the layout that load_weights returned"
+    if value is None or isinstance(value, str):
+        raise ValueError(f"{op}: {name}={value!r} is not a format; {remedy}")
+    raise TypeError(f"{op}: {name} is {kind_of(value)}; {remedy}, loaded.layout")
 
 
-@checked(model=check_module, format=_format)
+def _folder(op: str, name: str, value: object) -> None:
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{op}: {name}={value!r} is {kind_of(value)}; use a folder, a str or an os.PathLike")
+
+
+def _input_scales(op: str, name: str, value: object) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{op}: {name} is {kind_of(value)}; use a dict from names of weights to scales, or None")
+
+
+@checked(model=check_module, path=_folder, format=_format, input_scales=_input_scales)
 def save_weights(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -65,9 +77,9 @@ def save_weights(
         ValueError: The format does not exist, or cannot declare the weights' blocks; a block crosses the border between
             two matrices of a file; a tensor has the name of an FP8 weight's part, or is on the meta device; or the
             folder's config.json is damaged.
-        TypeError: No safetensors file can hold a tensor.
+        TypeError: No safetensors file can hold a tensor, or an argument has a wrong type.
         NotImplementedError: A tensor is sharded.
-        FileExistsError: The folder holds a checkpoint already.
+        FileExistsError: The folder holds a checkpoint already, or `path` is a file.
 
     Example:
         >>> import tempfile
@@ -82,6 +94,8 @@ def save_weights(
     stored = pieces_in_files(model)
     state = _state(model, stored)
     folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"save_weights: path={str(folder)!r} is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)
     present = sorted(entry.name for entry in folder.iterdir() if ".safetensors" in entry.suffixes)
     if present:
@@ -254,7 +268,11 @@ def _is_kept(layout: CheckpointLayout | None, name: str, value: ScaledTensor) ->
 def _as_scale(name: str, value: Tensor | float, scaled: Mapping[str, ScaledTensor]) -> Tensor:
     if name not in scaled:
         raise ValueError(f"save_weights: input_scales has {name!r}, which is no FP8 weight of the model")
-    scale = torch.as_tensor(value, dtype=torch.float32, device="cpu")
+    try:
+        scale = torch.as_tensor(value, dtype=torch.float32, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        what = f"input_scales[{name!r}]={value!r} is {kind_of(value)}"
+        raise TypeError(f"save_weights: {what}; use a float, or a tensor of one element") from None
     if scale.numel() != 1 or not 0 < scale.item() < float("inf"):
         raise ValueError(f"save_weights: input_scales[{name!r}]={value!r} must be one finite and positive number")
     return scale

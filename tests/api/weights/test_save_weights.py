@@ -245,6 +245,30 @@ def test_a_damaged_config_is_found_before_anything_is_written(content: str, tmp_
     assert json.loads((tmp_path / "config.json").read_text()).keys() == {"a", "quantization_config"}
 
 
+def test_wrong_arguments(tmp_path: Path) -> None:
+    model = Model((128, 128))
+    fp8fn.save_weights(model, tmp_path / "saved")
+    loaded = fp8fn.load_weights(Model((128, 128)), tmp_path / "saved")
+    name = next(iter(loaded.layout.weights))
+    (tmp_path / "file").write_text("kept")
+    for error, message, path, keywords in (
+        (TypeError, "save_weights: path=None is a NoneType; use a folder", None, {}),
+        (FileExistsError, "file' is a file; name a folder", tmp_path / "file", {}),
+        (TypeError, "load_weights returned, loaded.layout", tmp_path / "new", {"format": loaded}),
+        (ValueError, "format=None is not a format; use 'deepseek'", tmp_path / "new", {"format": None}),
+        (TypeError, "input_scales is a list; use a dict", tmp_path / "new", {"input_scales": [1.0]}),
+        (
+            TypeError,
+            f"input_scales[{name!r}]='1' is a str; use a float",
+            tmp_path / "new",
+            {"format": "autofp8", "input_scales": {name: "1"}},
+        ),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            fp8fn.save_weights(model, path, **keywords)  # type: ignore[arg-type]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_a_config_keeps_one_declaration(tmp_path: Path) -> None:
     """Readers take the declaration of the model's text part, or an older one, in place of the new one."""
     old = {"quant_method": "awq"}
