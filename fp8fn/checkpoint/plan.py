@@ -26,21 +26,24 @@ def takes_static(format: Format, block: Block) -> bool:
 
 
 def new_layout(
-    format: Format, name: str, shape: Sequence[int], block: Block, *, static: bool, powers: bool
+    format: Format, name: str, shape: Sequence[int], block: Block, *, static: bool, powers: bool, remedy: str = ""
 ) -> WeightLayout:
     """How a format stores a weight; `powers`: its scales are e8m0, which only MX blocks keep as exponents.
 
-    Raises ValueError where it has no such blocks, or needs a scale of activations, or has none.
+    Raises ValueError where it has no such blocks, or needs a scale of activations, or has none. `remedy` is what the
+    message offers beside another format, in place of `input_scales`.
     """
     form = format.forms.get(block)
     if form is None:
         able = [repr(other.name) for other in FORMATS.values() if block in other.forms]
-        remedy = f"use {' or '.join(able)}" if able else "quantize it in another block"
-        raise ValueError(f"{name} has blocks of {block}, and '{format.name}' has only {list(format.forms)}; {remedy}")
+        others = f"use {' or '.join(able)}" if able else "quantize it in another block"
+        others += f", or {remedy}" if remedy else ""
+        raise ValueError(f"{name} has blocks of {block}, and '{format.name}' has only {list(format.forms)}; {others}")
     if form.static and not static:
+        usual = "pass input_scales={name: scale}, or use another block or format"
         raise ValueError(
-            f"{name} has blocks of {block}, for which '{format.name}' declares a static scale of activations; pass "
-            "input_scales={name: scale}, or use another block or format"
+            f"{name} has blocks of {block}, for which '{format.name}' declares a static scale of activations; "
+            f"{f'use another format, or {remedy}' if remedy else usual}"
         )
     if static and not takes_static(format, block):
         raise ValueError(

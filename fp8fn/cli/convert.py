@@ -40,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
     for module in ("safetensors", "tabulate", "tqdm"):
         if importlib.util.find_spec(module) is None:
             parser.error(f"needs {module}: pip install {module}")
-    options = Options(args.block, args.scale, tuple(args.include), tuple(args.exclude), args.format)
+    try:
+        options = Options(args.block, args.scale, tuple(args.include), tuple(args.exclude), args.format)
+    except ValueError as error:
+        parser.error(f"argument --block: {error}")
     try:
         print(report(convert(args.input, args.output, options, overwrite=args.overwrite, device=args.device)))
     except OSError as error:

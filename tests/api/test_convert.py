@@ -479,6 +479,27 @@ def test_a_block_is_one_of_a_weight_s(block: Any) -> None:
     assert f"block={block!r} is no block" in str(error.value)
 
 
+def test_a_block_that_the_format_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names the option that serves: the command has no `input_scales`."""
+    save_file({"a.weight": torch.randn(128, 128)}, tmp_path / "model.safetensors")
+    assert run(tmp_path, tmp_path / "out", "--format", "comfy", "--block=128,128") == 2
+    wrong = "argument --block: block=(128, 128) is no block of 'comfy'; it must be one of [(-1, -1)]"
+    assert wrong in capsys.readouterr().err
+    assert run(tmp_path, tmp_path / "square") == run(tmp_path, tmp_path / "whole", "--block=-1,-1") == 0
+    for source, format, remedy in (
+        ("square", "mxfp8", "or 'torchao', or quantize it in --block=1,32\n"),
+        (
+            "whole",
+            "modelopt",
+            "use another format, or quantize it in --block=128,128 or --block=1,32 or --block=1,-1\n",
+        ),
+    ):
+        assert run(tmp_path / source, tmp_path / format, "--format", format) == 1
+        assert capsys.readouterr().err.endswith(remedy)
+        block = remedy.split()[-1]
+        assert run(tmp_path / source, tmp_path / format, "--format", format, block) == 0
+
+
 @pytest.mark.parametrize("include", [(), ("lm_head.weight", "layer.weight")])
 def test_the_head_is_named_as_left_unless_it_is_converted(tmp_path: Path, include: tuple[str, ...]) -> None:
     tensors = {"lm_head.weight": torch.randn(256, 128), "layer.weight": torch.randn(128, 128)}

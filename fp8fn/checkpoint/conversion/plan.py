@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8fn.checkpoint.blocks import SQUARE
 from fp8fn.checkpoint.conversion.identity import identity
-from fp8fn.checkpoint.conversion.options import Options
+from fp8fn.checkpoint.conversion.options import BLOCKS, Options
 from fp8fn.checkpoint.files import Checkpoint, Json, Shard, read_json
 from fp8fn.checkpoint.format import CheckpointLayout, Format, WeightLayout
 from fp8fn.checkpoint.format import Contents as Declarable
@@ -153,8 +153,10 @@ def _weight(name: str, entry: Entry, source: CheckpointLayout, options: Options)
     same = entry.layout is not None and own == block
     exponents = same and entry.layout is not None and entry.layout.scale_dtype.itemsize == 1
     powers = chosen == "e8m0" or (chosen is None and exponents)
+    able = [text for text, other in BLOCKS.items() if other in format.forms and not format.forms[other].static]
+    remedy = f"quantize it in {' or '.join(f'--block={text}' for text in able)}" if able and again else ""
     try:
-        layout = new_layout(format, name, entry.shape, block, static=scale is not None, powers=powers)
+        layout = new_layout(format, name, entry.shape, block, static=scale is not None, powers=powers, remedy=remedy)
     except ValueError as error:
         raise ValueError(f"{entry.shard.path}: {error}") from None
     both = format.weight_only and FORMATS[source.format].weight_only
