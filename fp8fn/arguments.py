@@ -251,6 +251,17 @@ def compilable(op: str, name: str, value: object) -> None:
     function(op, name, value)
 
 
+def device(op: str, name: str, value: object) -> None:
+    """A device of PyTorch, or its name."""
+    remedy = "use a torch.device or its name, 'cpu' or 'cuda:0' for one"
+    if not isinstance(value, (torch.device, str, int)):
+        raise TypeError(f"{op}: {name}={value!r} is {kind_of(value)}; {remedy}")
+    try:
+        torch.device(value)
+    except RuntimeError:
+        raise ValueError(f"{op}: {name}={value!r} is no device of PyTorch; {remedy}") from None
+
+
 def product_of(left: str, right: str, *, transposed: bool) -> Together:
     """A check that K, the devices and the bias of `left @ right + bias` agree; `transposed`: `right` is `(N, K)`."""
 

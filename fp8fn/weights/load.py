@@ -21,7 +21,7 @@ from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.sharded import is_sharded, local_of
 from fp8fn.ops.torch_private.core import IncompatibleKeys, is_traceable_wrapper_subclass
-from fp8fn.scaled_tensor import ScaledTensor, check_device
+from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.weights.buffers import rebuilt_buffers
 from fp8fn.weights.experts import JoinedEntry, by_parameter, pieces_in_files
 from fp8fn.weights.fp8_weight import FP8Weight
@@ -61,13 +61,8 @@ class _Slot:
     is_parameter: bool
 
 
-def _device(op: str, name: str, value: object) -> None:
-    if value is not None:
-        check_device(op, value)
-
-
 @checked(
-    model=check_module, device=_device, dtype=arguments.out_dtype, strict=arguments.flag,
+    model=check_module, device=arguments.optional(arguments.device), dtype=arguments.out_dtype, strict=arguments.flag,
     activations=arguments.activations,
 )  # fmt: skip
 def load_weights(

@@ -368,6 +368,13 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         (TypeError, "load_weights: model is a str", ("a", tmp_path), {}),
         (TypeError, "dtype=torch.float64 is not an output type", (Model(), tmp_path), {"dtype": torch.float64}),
         (FileNotFoundError, "has no *.safetensors", (Model(), tmp_path), {}),
+        (ValueError, "load_weights: device='gpu' is no device of PyTorch; use", (Model(), tmp_path), {"device": "gpu"}),
+        (
+            TypeError,
+            "load_weights: device=torch.bfloat16 is a dtype; use",
+            (Model(), tmp_path),
+            {"device": torch.bfloat16},
+        ),
     ):
         with pytest.raises(error, match=re.escape(message)):
             fp8fn.load_weights(*arguments, **keywords)  # type: ignore[arg-type]
