@@ -277,7 +277,7 @@ def product_of(left: str, right: str, *, transposed: bool) -> Together:
         for name, value in ((right, b), ("bias", added)):
             if value is not None and value.device != a.device:
                 raise ValueError(f"{op}: {left} is on {a.device} and {name} on {value.device}; move them to one device")
-        if added is not None and added.ndim == 1 and added.shape[0] != n:
+        if added is not None and tuple(added.shape) != (n,):
             raise ValueError(f"{op}: bias has shape {tuple(added.shape)}; it must be ({n},), N of {right}")
 
     return together

@@ -67,6 +67,12 @@ GEMM: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     ),
     ("bias's shape", lambda: fp8fn.gemm(A, B, bias=B[0, :40]), ValueError, ("bias has shape (40,)", "must be (48,)")),
     ("bias's rank", lambda: fp8fn.gemm(A, B, bias=B[:1]), ValueError, ("bias has shape (1, 48)", "must be (48,)")),
+    (
+        "bias's rank of linear",
+        lambda: fp8fn.linear(A, B.mT, B[:1]),
+        ValueError,
+        ("linear: bias has shape (1, 48)", "N of weight"),
+    ),
     ("bias's dtype", lambda: fp8fn.gemm(A, B, bias=B[0].int()), TypeError, ("bias has dtype torch.int32", "use")),
     (
         "out_dtype",
