@@ -445,7 +445,9 @@ def _check(model: Any, config: Any, given: Mapping[str, Any]) -> None:
     for layer in layers or (cache,):
         # A layer of a sliding window, for one, counts its tokens in Python, which a captured step would not see.
         if type(layer) is not caches.StaticLayer or not isinstance(getattr(layer, "cumulative_length", None), Tensor):
-            _refuse(f"the cache has {kind_of(layer)}", "it takes transformers 5's StaticLayers")
+            growing = type(layer) is caches.DynamicLayer  # generate's default
+            remedy = ': pass cache_implementation="static"' if growing else ""
+            _refuse(f"the cache has {kind_of(layer)}", f"it takes transformers 5's StaticLayers{remedy}")
     if type(cache) not in (caches.Cache, caches.StaticCache):
         _refuse(f"the cache is {kind_of(cache)}", "it takes transformers' own StaticCache")
     if getattr(cache, "offloading", False):

@@ -422,7 +422,10 @@ def test_a_captured_step_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) 
     ("asked", "message"),
     [
         ({"num_beams": 2}, "generate's mode is beam_search; it decodes greedily or samples, with num_beams=1"),
-        ({"cache_implementation": None}, "the cache has a DynamicLayer; it takes transformers 5's StaticLayers"),
+        (
+            {"cache_implementation": None},
+            "the cache has a DynamicLayer; it takes transformers 5's StaticLayers: pass cache_implementation=",
+        ),
         ({"use_cache": False, "cache_implementation": None}, "the cache has a NoneType; "),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True; leave it out"),
         ({"inputs_embeds": torch.zeros(2, 9, 128)}, "the model also takes inputs_embeds; it serves decoders"),
