@@ -211,7 +211,10 @@ class FP8Weight(Tensor):
         if not isinstance(value, FP8Weight):
             self.copy_(value)
         elif value.dtype != self.dtype:
-            raise RuntimeError(f"weight.data = an FP8Weight for {value.dtype}; this one stands for {self.dtype}")
+            raise RuntimeError(
+                f"weight.data = an FP8Weight for {value.dtype}; this one stands for {self.dtype}; use "
+                f"value.to({self.dtype}), or model.to({value.dtype}), which change no data"
+            )
         else:
             self._data, self._scale, self._form = value._data, value._scale, value._form
 

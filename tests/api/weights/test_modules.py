@@ -361,7 +361,9 @@ def test_the_data_attribute() -> None:
     assert same(n.weight, FP8Weight(fp8fn.quantize(w, (128, 128))))
     with pytest.raises(RuntimeError, match=re.escape("weight.data = a Tensor of shape (2, 384): the weight has shape")):
         n.weight.data = torch.randn(2, 384)
-    with pytest.raises(RuntimeError, match=r"an FP8Weight for torch.bfloat16; this one stands for torch.float32"):
+    with pytest.raises(
+        RuntimeError, match=r"an FP8Weight for torch.bfloat16; this one stands for torch.float32; use v"
+    ):
         n.weight.data = layer(dtype=BF16).weight.data
 
 
