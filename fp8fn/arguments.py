@@ -23,6 +23,7 @@ from fp8fn.ops.groups import ROWS, STEP, check_ends
 from fp8fn.ops.kinds import kind_of, with_article
 from fp8fn.ops.layout import WHOLE, known_block, unknown_block
 from fp8fn.scaled_tensor import ScaledTensor
+from fp8fn.weights.fp8_weight import FP8Weight
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -175,6 +176,8 @@ def quantized(op: str, name: str, value: object) -> None:
     """A `ScaledTensor`."""
     if isinstance(value, ScaledTensor):
         return
+    if isinstance(value, FP8Weight):
+        raise TypeError(f"{op}: {name} is an FP8Weight; use {name}.scaled, its ScaledTensor")
     remedy = "use a ScaledTensor, as fp8fn.quantize returns it"
     raise TypeError(f"{op}: {name} is {kind_of(value)}; {remedy}, or ScaledTensor(data, scale, block)")
 

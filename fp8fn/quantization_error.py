@@ -13,6 +13,7 @@ from fp8fn.ops.layout import Block, scale_shape
 from fp8fn.ops.reference.quantize import split, spread
 from fp8fn.quantization import dequantize
 from fp8fn.scaled_tensor import ScaledTensor
+from fp8fn.weights import FP8Weight
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error
 
     Args:
         x: The exact values, a floating-point tensor.
-        q: Result of `quantize(x, …)`, or a tensor that approximates `x`, such as a product.
-        block: Blocks of `Error.by_block` for a tensor `q`; a `ScaledTensor` has its own.
+        q: Result of `quantize(x, …)`, an `FP8Weight`, or a tensor that approximates `x`, such as a product.
+        block: Blocks of `Error.by_block` for a tensor `q`; data in FP8 has its own.
 
     Shape:
         `x (..., M, N)`, `q (..., M, N)` → `by_block (..., ceil(M / r), ceil(N / c))`.
@@ -71,6 +72,8 @@ def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error
         inf
     """
     arguments.tensor("error", "x", x)
+    if isinstance(q, FP8Weight):
+        q = q.scaled
     if not isinstance(q, ScaledTensor):
         arguments.tensor("error", "q", q)
     if x.shape != q.shape or x.ndim < 2:

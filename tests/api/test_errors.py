@@ -101,6 +101,12 @@ QUANTIZE: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] 
     ("scale", lambda: quantized(A, (1, 128), scale="fp16"), ValueError, ("scale='fp16'", "'fp32', 'pow2', 'e8m0'")),
     ("dual block", lambda: fp8fn.quantize_dual(A, (2, 2)), ValueError, ("quantize_dual: block=(2, 2)", "use one of")),
     (
+        "dequantize an FP8Weight",
+        lambda: fp8fn.dequantize(fp8fn.FP8Weight(quantized(A, (1, 128)))),  # type: ignore[arg-type]
+        TypeError,
+        ("dequantize: q is an FP8Weight", "use q.scaled"),
+    ),
+    (
         "dequantize to integers",
         lambda: fp8fn.dequantize(quantized(A, (1, 128)), torch.int8),
         TypeError,

@@ -351,6 +351,15 @@ def test_tied_weights_stay_tied() -> None:
     assert snr(m["head"](m["table"](rows)), dense[rows] @ dense.T) > 100
 
 
+def test_error_takes_a_weight() -> None:
+    dense = torch.randn(320, 384)
+    weight = FP8Weight(fp8fn.quantize(dense, (128, 128)))
+    found, same_bytes = fp8fn.error(dense, weight), fp8fn.error(dense, weight.scaled)
+    assert (found.snr_db, found.saturated) == (same_bytes.snr_db, same_bytes.saturated)
+    assert torch.equal(found.by_block, same_bytes.by_block)
+    assert found.by_block.shape == (3, 3)
+
+
 def test_the_data_attribute() -> None:
     """PyTorch's own setter would change the sizes of the wrapper and leave its two tensors: nothing, silently."""
     m, n = layer(), layer()
