@@ -35,9 +35,17 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.d
         return out.transpose(-1, -2).contiguous()  # as PyTorch's, of which a view may be taken
     data, scale, pair = _operand(a, b)
     op: Callable[..., Tensor] = torch.ops.fp8fn.mm_a16w8
-    return shortest(op, mm_a16w8_kernel, a, data, scale, bias, below_autograd=True)(
-        a, data, scale, pair, bias, out_dtype, False, b._form.activations
-    )
+    call = shortest(op, mm_a16w8_kernel, a, data, scale, bias, below_autograd=True)
+    try:
+        return call(a, data, scale, pair, bias, out_dtype, False, b._form.activations)
+    except ValueError:
+        if a.shape[-1] == b.shape[-2]:
+            raise
+        # The op's own message advises to transpose the weight, which a layer has done.
+        raise ValueError(
+            f"a product of activations {tuple(a.shape)} by an FP8Weight, {tuple(b.shape)} as (K, N): K={a.shape[-1]} "
+            f"is not {b.shape[-2]}; pass activations whose contracted dimension is {b.shape[-2]}"
+        ) from None
 
 
 def _operand(x: Tensor, weight: FP8Weight) -> Quantized:

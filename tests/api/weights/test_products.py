@@ -260,6 +260,18 @@ def test_autocast_computes_in_its_type() -> None:
     assert snr(out.float(), x.bfloat16().float() @ values(w).T) > 45
 
 
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+def test_activations_of_another_size_are_refused(mode: Callable[[], Any]) -> None:
+    """A layer's weight is transposed already: advice to pass `weight.mT` would mislead."""
+    fc = layer()
+    k, n = fc.in_features, fc.out_features
+    expected = f"activations (3, 100) by an FP8Weight, ({k}, {n}) as (K, N): K=100 is not {k}; pass activations whose"
+    with mode(), pytest.raises(ValueError, match=re.escape(expected)):
+        fc(torch.randn(3, 100))
+    with mode(), pytest.raises(ValueError, match="K=100 is not"):
+        fc.weight.mT @ torch.randn(100, 3)
+
+
 def test_activations_of_another_dtype_are_refused() -> None:
     w = make(96, 160, dtype=torch.bfloat16)
     expected = "same dtype, but got torch.float32 and an FP8Weight for torch.bfloat16; use model.to(torch.float32)"
