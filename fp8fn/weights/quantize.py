@@ -153,18 +153,17 @@ def choose(
     """All parameters by name, the weights without a reason to stay with their names, and the reasons of the others."""
     check_where(where)  # a dict of patterns would be read as the list of its keys
     places = dict(named_places(model))
-    missed = why_none_match(where, places)
+    weights = {name: place for name, place in places.items() if getattr(place.module, place.name).ndim >= 2}
+    missed = why_none_match(where, weights)
     if missed is not None:
         raise ValueError(f"{op}: {missed}")
-    some = why_some_match_none(where, places)
+    some = why_some_match_none(where, weights)
     if some is not None:
         _LOG.warning("%s: %s", op, some)
     kept: dict[str, str] = {}
     chosen: dict[Tensor, list[str]] = {}
-    for name, place in places.items():
+    for name, place in weights.items():
         weight = getattr(place.module, place.name)
-        if weight.ndim < 2:
-            continue
         reason = why_not(name, weight, place.module, where)
         if reason is None:
             chosen.setdefault(weight, []).append(name)

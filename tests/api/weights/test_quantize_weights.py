@@ -128,6 +128,7 @@ def test_wrong_arguments() -> None:
     for error, message, arguments in (
         (TypeError, "quantize_weights: model is a Tensor; use a torch.nn.Module", (torch.ones(2, 2),)),
         (ValueError, "where='layer.*' matches no weight; nearest names: 'layers.*.weight'", (model, "layer.*")),
+        (ValueError, "where='*.bias' matches no weight; nearest names: ", (model, "*.bias")),
         (TypeError, "where=3 is neither a function of a Site nor glob patterns", (model, 3)),
         (TypeError, "where={'layers.*': False} is neither a function of a Site", (model, {"layers.*": False})),
         (ValueError, "(64, 64) is not a block of fp8fn", (model, None, (64, 64))),
