@@ -204,7 +204,7 @@ def configure_gated(product: WeightProduct) -> ManyRowsConfig:
 
 @cache
 def _gated_tiles(block: Block) -> tuple[ManyRowsConfig, ...]:
-    """Those that find room for all pairs of parts; narrower ones were not timed."""
+    """Tiles of 128 rows or more that find room for all pairs of their parts; lower ones were not timed."""
     return tuple(
         config
         for config in _TIMES[SCALES[block]]
