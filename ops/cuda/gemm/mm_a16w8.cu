@@ -98,8 +98,9 @@ INLINE void pass_turn(int warpgroup) { named_arrive<256>(4 - warpgroup); }
 // Splits a scale into a power of two, returned as a pair of XType, and the rest. Every FP8 value times the power is
 // exact in XType, and the rest is from 1 to 2 except for scales beyond these powers. A scale of 0 is 0 times 1: the
 // change of unit divides by the rest. Sums in the unit of a very small scale could pass float32. For float16 a scale
-// below 2^-100 counts as 0, whose products are too small for an output of float16. For bfloat16 one below the powers is
-// rounded and times 1/16, of which the largest subnormal scales have all bits of a bfloat16.
+// below 2^-100 counts as 0, whose products are too small for an output of float16. For bfloat16 a scale below the powers
+// is rounded: the weight is multiplied by 16 times the scale, and the rest is 1/16. Without the 16 the largest subnormal
+// scales would lose bits; with more, large sums would not fit.
 INLINE uint32_t split_scale(float scale, float& rest) {
     constexpr bool WIDE = IS_BF16<XType>;
     constexpr int LEAST = (WIDE ? -102 : 0) + (FP8 == Fp8::E4M3 ? -15 : -8);  // the least FP8 values: 2^-9, 2^-16
